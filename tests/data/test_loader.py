@@ -15,6 +15,7 @@ from ranvier.data.corpus import DocumentStream
 from ranvier.data.loader import Loader, load_micro_batches, rank_rows, validation_batches
 from ranvier.data.mixture import CorpusMixture
 from ranvier.grid import Grid
+from ranvier.nn.context_documents import ContextDocuments
 from ranvier.nn.cross_entropy import IGNORE_INDEX
 
 
@@ -93,8 +94,15 @@ def test_a_rank_reads_the_rows_that_a_batch_gives_it(
         expected = batch.split_micro_batches(grid, 2)
         assert len(found) == len(expected)
         for mine, theirs in zip(found, expected, strict=True):
-            for name in (*names, "samples"):
+            for name in ("tokens", "targets", "positions", "samples"):
                 assert torch.equal(getattr(mine, name), getattr(theirs, name)), name
+            documents, wanted = mine.documents, theirs.documents
+            if isinstance(documents, ContextDocuments):
+                assert isinstance(wanted, ContextDocuments)
+                assert documents.orders == wanted.orders and documents.index == wanted.index
+                documents, wanted = documents.token_numbers, wanted.token_numbers
+            assert isinstance(documents, torch.Tensor) and isinstance(wanted, torch.Tensor)
+            assert torch.equal(documents, wanted)
 
 
 def test_the_thread_makes_no_group() -> None:
