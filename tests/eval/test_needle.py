@@ -98,8 +98,9 @@ def test_the_command_writes_table_json_and_heat_map_after_an_extension(
     page = (longer / "eval-0.html").read_text()
     assert page.count("<rect") == 4 and "length in tokens 512, depth 1: 0 %" in page
     assert render_needle_section(longer) in page
-    (longer / "eval-1.json").write_text('{"needle": {"x": [], "7": {"0": "a"}}, "step": 1}')
-    assert render_needle_section(longer) in page, "a file without numbers is skipped"
+    bad = '{"needle": {"x": [], "7": {"0": "a"}, "8": {"0": NaN}, "9": {"0": 1, "trials": 1e999}}}'
+    (longer / "eval-1.json").write_text(bad)
+    assert render_needle_section(longer) in page, "a file without valid numbers is skipped"
 
 
 def test_wrong_options_are_refused_with_value_rule_and_remedy(run: Path) -> None:

@@ -11,7 +11,8 @@ CELL_HEIGHT = 34
 MAX_CELL_WIDTH = 110
 LABEL_WIDTH = 70
 """Width of the labels of rows in pixels."""
-TOP_MARGIN, BOTTOM_SPACE = 62, 14
+TOP_MARGIN = 62
+BOTTOM_MARGIN = 14
 
 
 def heat_map(
@@ -28,7 +29,7 @@ def heat_map(
     columns: fractions by row, for each column from left to right. rows: from top to bottom.
     """
     wide = min((width - LABEL_WIDTH - 16) / max(len(columns), 1), MAX_CELL_WIDTH)
-    height = TOP_MARGIN + CELL_HEIGHT * len(rows) + BOTTOM_SPACE
+    height = TOP_MARGIN + CELL_HEIGHT * len(rows) + BOTTOM_MARGIN
     words = [
         f"{column_label} {name}, {row_label} {row}: {100 * cells[row]:.0f} %"
         for name, cells in columns.items()

@@ -69,9 +69,17 @@ def _read_needle_table(path: Path, folder: Path) -> dict[str, dict[str, Any]]:
     return {
         length: row
         for length, row in table.items()
-        if length.isdecimal() and isinstance(row, dict) and _has_numbers(row)
+        if re.fullmatch("[0-9]{1,12}", length) and isinstance(row, dict) and _is_valid_row(row)
     }
 
 
-def _has_numbers(row: Mapping[str, Any]) -> bool:
-    return all(isinstance(value, (int, float)) for value in row.values())
+def _is_valid_row(row: Mapping[str, Any]) -> bool:
+    """Whether depths have fractions, and the number of trials is a count; files may be edited."""
+    fractions = [value for key, value in row.items() if _is_depth(key)]
+    trials = row.get("trials", 1)
+    return (
+        bool(fractions)
+        and all(isinstance(value, (int, float)) and 0 <= value <= 1 for value in fractions)
+        and isinstance(trials, int)
+        and 0 < trials < 10**9
+    )
