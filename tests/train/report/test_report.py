@@ -136,6 +136,17 @@ def test_a_full_run_shows_everything(tmp_path: Path) -> None:
     assert "step-00000020.tmp" not in page.text
 
 
+def test_needles_of_the_latest_evaluated_step_are_a_heat_map(tmp_path: Path) -> None:
+    save(tmp_path, [metrics(step) for step in range(3)])
+    assert "Needle" not in page_of(tmp_path)[1].text
+    for step, share in ((2, 0.1), (10, 0.9)):
+        table = {"8192": {"0": share, "1": 1.0, "mean": 0.95, "trials": 20}, "1024": {"0": 1.0}}
+        (tmp_path / f"eval-{step}.json").write_text(json.dumps({"step": step, "needle": table}))
+    text, page = page_of(tmp_path)
+    assert "Exact answers after step 10, 20 trials per cell" in page.text
+    assert "length in tokens 8,192, depth 0: 90 %" in text and "depth 0: 10 %" not in text
+
+
 def test_a_page_loads_nothing(tmp_path: Path) -> None:
     text, page = page_of(save(tmp_path, [metrics(step) for step in range(30)], ABOUT))
     assert page.loads == [] and page.tags.count("script") == 1
