@@ -83,7 +83,7 @@ def list_cases() -> list[Any]:
     return cases
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("degrees", "case"), list_cases())
 def test_a_grid_with_context_equals_one_process(
     pool: Pool, degrees: dict[str, int], case: Case

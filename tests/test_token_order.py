@@ -155,3 +155,19 @@ def test_segments_are_counted_by_rank() -> None:
     assert order.num_segments == (2, 1)
     assert order.num_fetched() == (1, 2)
     assert order.num_fetched(window=2) == (1, 1)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+def test_packed_windows_of_any_lengths_have_an_order(num_ranks: int) -> None:
+    drawn = np.random.default_rng(num_ranks)
+    windows = [(9, 29, 21, 2, 44, 23)]
+    for _ in range(150):
+        total = int(drawn.choice([1024, 2048, 4096]))
+        lengths: list[int] = []
+        while (rest := total - sum(lengths)) > 0:
+            lengths.append(min(rest, 1 + int(np.exp(drawn.normal(5.0, 1.5)))))
+        windows.append(tuple(lengths))
+    for lengths in windows:
+        order = order_tokens(lengths, num_ranks, "balanced")
+        assert np.array_equal(np.sort(order.token_numbers, axis=None), np.arange(sum(lengths)))
+        assert relative_work(order) < 1.1

@@ -217,7 +217,8 @@ class _RankFiller:
     def _work_to_fill(self, tokens: int) -> float:
         """Returns the least work with which this many tokens can be filled: first with the share of
         the short documents, then with the first halves of the next longer ones."""
-        short = min(tokens, self.share)
+        # Short documents may run out before the share of the rank.
+        short = min(tokens, self.share, self.short_tokens)
         work = short * self.short_work / self.short_tokens if short else 0.0
         if tokens > short and self.long:
             work += (tokens - short) * self.lightest / 2

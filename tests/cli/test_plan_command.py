@@ -196,7 +196,7 @@ LONG = "--model.max-seq 300000 --data.seq-len 300000"
         ("--nodes 1 --plan.row 8 --plan.col 8", "row=8 · col=8 on 8 devices"),
         ("--nodes 1 --plan.row 2 --plan.data 2 --plan.depth 1 " + ONE, "data=2 · row=2 on 8"),
         ("--nodes 1 --plan.pipe 100", "pipe=100 with virtual_stages=1 gives 100 virtual stages"),
-        ("--nodes 1 --plan.context 7", "context=7 on 8 devices is not possible"),
+        ("--nodes 1 --plan.context 2", "plan.context=2 cannot be planned yet"),
         ("--nodes 1 --plan.micro-batch 3", "micro_batch=3 does not divide"),
         ("--nodes 1 --plan.global-batch 0", "global_batch=0 cannot be split"),
         ("--nodes 4 --plan.global-batch 13 --plan.row 1 " + ONE, "32 devices cannot share"),

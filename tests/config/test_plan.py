@@ -89,6 +89,14 @@ def test_context_divides_the_tokens_of_a_sample() -> None:
     )
 
 
+def test_ulysses_splits_the_heads_of_a_rank() -> None:
+    sizes = {"heads": 8, "kv_heads": 2, "seq": 24}
+    plan = Plan(context=3, row=2, context_attention="ulysses")
+    with pytest.raises(PlanError, match="with context=3 and row=2, for 8 heads and 2 kv heads"):
+        plan.check_and_resolve(sizes, 6)
+    Plan(context=4, row=2, context_attention="ulysses").check_and_resolve(sizes, 8)
+
+
 def test_compiled_blocks_have_no_attention_over_context() -> None:
     assert only(Plan(context=2, compile="on"), 2).startswith("compile='on' with context=2.")
 

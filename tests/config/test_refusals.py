@@ -84,6 +84,11 @@ CASES: list[tuple[str, str]] = [
         "model.kind='vectors' lora.rank=4",
         "lora.rank=4, lora.init_from='' with model.kind='vectors'.",
     ),
+    ("model.kind='vectors' plan.context=2", "plan.context=2 with model.kind='vectors'."),
+    (
+        "model.sliding_window=8 plan.context=2 plan.context_attention='ring'",
+        "plan.context_attention='ring' with a sliding window.",
+    ),
     ("optim.warmup_steps=500", "optim.warmup_steps=500 is longer than train.steps=250."),
 ]
 

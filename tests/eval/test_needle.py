@@ -74,6 +74,7 @@ def test_accuracy_is_by_length_and_depth(run: Path) -> None:
     assert changed.prompt.needle != again.prompt.needle
 
 
+@pytest.mark.full
 def test_the_command_writes_table_json_and_heat_map_after_an_extension(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -42,7 +42,7 @@ def serial(model: str) -> Serial:
     return Serial(model, batch_of(model, samples=16, packed=False), LR, CLIP, 3)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("degrees", "model"), GRIDS, ids=str)
 def test_replicas_share_the_update(pool: Pool, degrees: dict[str, int], model: str) -> None:
     whole = serial(model)
@@ -52,7 +52,7 @@ def test_replicas_share_the_update(pool: Pool, degrees: dict[str, int], model: s
     check_reload(pool, case, results, GRIDS.index((degrees, model)) + 3)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("degrees", "model"), GRIDS, ids=str)
 def test_weights_are_gathered_over_context_and_depth(
     pool: Pool, degrees: dict[str, int], model: str

@@ -170,7 +170,8 @@ def step(run: RunConfig, rank: int) -> set[tuple[tuple[str, ...], int, str]]:
         _prepare_model(run, model, 1.0)
         optimizer = build_optimizer(run, model, META, local_ranks=1)
         batches = [
-            blank_batch(run, run.plan.micro_batch, META) for _ in range(run.plan.num_micro_batches)
+            blank_batch(run, run.plan.micro_batch, grid, META)
+            for _ in range(run.plan.num_micro_batches)
         ]
         grid.seal_groups()
         train_step(model, optimizer, batches, run.peak_lr, StepLimits.for_device(META))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ranvier.infer.model_source import ModelSource
     from ranvier.models import DecoderConfig
 
-REFUSED_DEGREES = {"context": "It does not exist yet."}
+REFUSED_DEGREES = {"context": "Inference does not split it yet."}
 
 
 def find_option_problems(options: InferenceOptions) -> list[str]:

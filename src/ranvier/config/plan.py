@@ -299,6 +299,7 @@ class Plan:
         yield from self._sample_problems(sizes)
         yield from self._split_problems(sizes)
         yield from self._kv_problems(sizes)
+        yield from self._ulysses_problems(sizes)
 
     def _pipe_problems(self, sizes: Mapping[str, int]) -> Iterator[str]:
         """Yields problems of the pipeline settings."""
@@ -357,6 +358,8 @@ class Plan:
         words += [("row_splits", self.row_splits, get_args(RowSplitChoice))]
         words += [("recompute", self.recompute, get_args(Recompute))]
         words += [("compile", self.compile, get_args(Compile))]
+        words += [("context_order", self.context_order, get_args(ContextOrderChoice))]
+        words += [("context_attention", self.context_attention, get_args(ContextAttentionChoice))]
         words += [("schedule", self.schedule, get_args(PolicyName))]
         words += [("shard_weights_over", self.shard_weights_over, get_args(WeightSplit))]
         words += [("reshard_after", self.reshard_after, get_args(ReshardAfter))]
@@ -445,6 +448,25 @@ class Plan:
                     f"{axis}={_format_choice(divisors(sizes[dim]))}, "
                     f"or {name}={nearest_multiple(sizes[dim], ranks)}."
                 )
+
+    def _ulysses_problems(self, sizes: Mapping[str, int]) -> Iterator[str]:
+        if self.context_attention != "ulysses" or self.context == 1 or "heads" not in sizes:
+            return
+        ranks, axis = self._inner_ranks
+        heads = max(sizes["heads"] // ranks, 1)
+        kv_heads = max(sizes.get("kv_heads", sizes["heads"]) // ranks, 1)
+
+        def can_split(context: int) -> bool:
+            return heads % context == 0 and (kv_heads % context == 0 or context % kv_heads == 0)
+
+        if not can_split(self.context):
+            valid = [n for n in range(1, heads + 1) if can_split(n)]
+            yield (
+                f"context_attention='ulysses' with context={self.context} and {axis}={ranks}, for "
+                f"{sizes['heads']} heads and {sizes.get('kv_heads', sizes['heads'])} kv heads. "
+                "Context must divide the heads of a rank, and divide or be a multiple of its kv "
+                f"heads. Use context={_format_choice(valid)}, or context_attention='kv_gather'."
+            )
 
     def _kv_problems(self, sizes: Mapping[str, int]) -> Iterator[str]:
         heads = sizes.get("kv_heads", 1)

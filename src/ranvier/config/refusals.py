@@ -87,6 +87,10 @@ def _first_offloaded(run: RunConfig) -> str:
     return ""
 
 
+def _layer_windows(model: DecoderConfig) -> list[int]:
+    return [model.window_of_layer(layer) for layer in range(model.layers)]
+
+
 def _are_finite_weights(run: RunConfig) -> bool:
     return all(0.0 <= weight < math.inf for weight in run.data.mixture_weights)
 
@@ -107,6 +111,23 @@ REFUSALS: tuple[Refusal, ...] = (
         "plan.row_splits='none' in a run",
         "Training splits tokens over row; only steps of `ranvier serve` may not",
         "Use plan.row_splits='auto'",
+    ),
+    Refusal(
+        lambda run: run.plan.context > 1 and not isinstance(run.model, DecoderConfig),
+        "plan.context={plan.context} with model.kind={model.kind!r}",
+        "Only the tokens of a decoder can be split over context",
+        "Use plan.context=1",
+    ),
+    Refusal(
+        lambda run: (
+            run.plan.context > 1
+            and run.plan.context_attention == "ring"
+            and isinstance(run.model, DecoderConfig)
+            and any(0 < window < run.data.seq_len for window in _layer_windows(run.model))
+        ),
+        "plan.context_attention='ring' with a sliding window",
+        "A ring has no kernel for layers with a window shorter than data.seq_len={data.seq_len}",
+        "Use plan.context_attention='auto' or 'kv_gather'",
     ),
     Refusal(
         lambda run: run.optim.lr == 0.0,

@@ -146,7 +146,8 @@ class Batch(SampleBatch):
         """Zeros, with two documents per sample if documents are packed."""
         tokens = torch.zeros(size, run.data.seq_len, dtype=torch.int64)
         samples = torch.arange(size)
-        if not run.data.document_mask or run.data.seq_len < 2:
+        # Over context, one document has most keys to fetch.
+        if not run.data.document_mask or run.data.seq_len < 2 or run.plan.context > 1:
             return cls(tokens, tokens, samples=samples)
         positions = torch.arange(run.data.seq_len).expand(size, -1)
         documents = (positions >= run.data.seq_len // 2).long()
@@ -216,11 +217,12 @@ class Batch(SampleBatch):
 
     def shard_by_orders(self, orders: Sequence[TokenOrder], index: int) -> Self:
         """The tokens of one rank of context, with an order for each sample."""
-        documents = ContextDocuments.from_orders(orders, index)
+        device = self.tokens.device
+        documents = ContextDocuments.from_orders(orders, index).map_tensors(lambda x: x.to(device))
         numbers = documents.token_numbers
         positions = self.positions
         if positions is None:
-            positions = torch.arange(self.tokens.shape[1]).expand(self.tokens.shape)
+            positions = torch.arange(self.tokens.shape[1], device=device).expand(self.tokens.shape)
         return replace(
             self,
             tokens=self.tokens.gather(1, numbers),

@@ -148,6 +148,11 @@ def resolve_plan(run: RunConfig, world: int, wanted: EvalOptions) -> ResolvedRun
             f"{model.max_seq} or less."
         )
     plan = run.plan.resolve(world)
+    if plan.context > 1:
+        raise PlanError(
+            f"plan.context={plan.context} in an evaluation. Evaluation does not split context yet. "
+            "Use plan.context=1."
+        )
     table = ShardingTable.from_plan(plan)
     # The smallest batch that the grid divides; the training batch may not fit this grid.
     micro = table.batch_multiple(plan.degrees)

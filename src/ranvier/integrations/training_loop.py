@@ -158,6 +158,11 @@ def put_on_grid(
             f"pipe={grid.degrees['pipe']} with your own training loop. A pipeline needs its own "
             "schedule of micro-batches. Use pipe=1, or `ranvier train`."
         )
+    if grid.degrees["context"] > 1:
+        raise PlanError(
+            f"context={grid.degrees['context']} with your own training loop. Only `ranvier train` "
+            "splits batches over context. Use context=1, or `ranvier train`."
+        )
     if not theirs and "vocab" not in sizes:
         raise PlanError(
             f"{type(model).__name__} is neither a transformers language model nor a model with "

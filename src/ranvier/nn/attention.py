@@ -77,8 +77,8 @@ class AttentionCore(ParallelLayer):
         if not isinstance(documents, ContextDocuments):
             raise ShardingError(
                 f"{self.site.name} received documents of type {type(documents).__name__} with "
-                f"context={self.context_axis.size}. The batch must be split over context. Use "
-                "`Batch.split_micro_batches` or `Batch.shard_over_context`."
+                f"context={self.context_axis.size}. The batch must be split over context, which "
+                "only training does. Use `ranvier train`, or `Batch.split_micro_batches`."
             )
         core: Any = self.serial
         q, k = core.rotate(q, k, angles)

@@ -84,6 +84,11 @@ class Dropout(ParallelLayer):
         documents = self.site.step_context.context_documents
         if documents is not None:
             return local_slice(documents.sequence_numbers(self.row_axis), self.batch_axis, 0)
+        if self.seq_axis.size > self.row_axis.size:
+            raise ShardingError(
+                f"{self.site.name} does not know which tokens this rank of context has. They are "
+                "set for the micro-batches of training steps. Use `ranvier.train.step`."
+            )
         first = self.seq_axis.index * x.shape[1]
         return torch.arange(first, first + x.shape[1], device=x.device).unsqueeze(0)
 

@@ -621,6 +621,11 @@ def search_layouts(
 
     report: called repeatedly with the best layout so far and the number of predicted layouts.
     """
+    if wish.plan.context > 1:
+        raise PlanError(
+            f"plan.context={wish.plan.context} cannot be planned yet. Layouts are predicted with "
+            "context=1. Use plan.context=1, or `ranvier train` with all degrees given."
+        )
     began = time.perf_counter()
     if report is None:
         progress = None

@@ -168,7 +168,8 @@ def dry_run(
         _prepare_model(run, model, load)
         optimizer = build_optimizer(run, model, META, local_ranks=1)
         batches = [
-            blank_batch(run, run.plan.micro_batch, META) for _ in range(run.plan.num_micro_batches)
+            blank_batch(run, run.plan.micro_batch, grid, META)
+            for _ in range(run.plan.num_micro_batches)
         ]
         watch = StepLimits.for_device(META)
         # The first step records the order of weight gathers and creates the optimizer states.

@@ -95,7 +95,7 @@ def counted_and_predicted(
     parallel = get_parallel_model(model)
     parallel.recompute_modes.update(zip(parallel.recompute_modes, modes, strict=True))  # type: ignore[arg-type]
     queue = parallel.bucket_scheduler
-    batches = [blank_batch(run, micro, CPU) for _ in range(run.plan.num_micro_batches)]
+    batches = [blank_batch(run, micro, Grid({}), CPU) for _ in range(run.plan.num_micro_batches)]
     before = [[bucket.data for bucket in queue.buckets], [b.model_inputs() for b in batches]]
     with MatmulsInFloat32():
         forward_backward(model, batches)

@@ -48,7 +48,7 @@ from ranvier.comm.autograd import (
 )
 from ranvier.config.plan import Dispatch
 from ranvier.cost.layers import MoECost
-from ranvier.errors import DataError
+from ranvier.errors import DataError, ShardingError
 from ranvier.nn.layer import (
     LayerContext,
     ParallelLayer,
@@ -296,6 +296,11 @@ class MoELayer(ParallelLayer):
         documents = self.site.step_context.context_documents
         if documents is not None:
             return documents.sequence_numbers(self.row)
+        if self.context.size > 1:
+            raise ShardingError(
+                f"{self.site.name} does not know which tokens this rank of context has. They are "
+                "set for the micro-batches of training steps. Use `ranvier.train.step`."
+            )
         first = self.row.index * x.shape[1]
         return torch.arange(first, first + x.shape[1], device=x.device).unsqueeze(0)
 

@@ -423,7 +423,8 @@ def run_trial_steps(
     # With a pipeline, the memory of a stage depends on the number of all micro-batches.
     if run.plan.pipe == 1:
         count = min(count, TRIAL_PASSES)
-    batches = [blank_batch(run, run.plan.micro_batch, device) for _ in range(count)]
+    grid = get_parallel_model(model).grid
+    batches = [blank_batch(run, run.plan.micro_batch, grid, device) for _ in range(count)]
     scale = optimizer.grad_scaler
     if scale is None:
         before = None

@@ -19,6 +19,7 @@ from ranvier.buckets.scheduler import BucketScheduler
 from ranvier.config.plan import Plan
 from ranvier.config.run import RunConfig
 from ranvier.data.batch import SampleBatch, batch_type
+from ranvier.grid import Grid
 from ranvier.memory import recompute_budget
 from ranvier.parallel.parallel_model import ParallelModel
 from ranvier.sharding import ShardingTable
@@ -101,9 +102,10 @@ def mark_blocks(model: nn.Module, note: Callable[[str], None]) -> Iterator[None]
             block.forward = inner[at]
 
 
-def blank_batch(run: RunConfig, micro: int, device: torch.device) -> SampleBatch:
-    """A micro-batch for measurements."""
-    return batch_type(run.model).blank(run, micro).to(device)
+def blank_batch(run: RunConfig, micro: int, grid: Grid, device: torch.device) -> SampleBatch:
+    """A micro-batch of this rank for measurements."""
+    batch = batch_type(run.model).blank(run, micro)
+    return batch.shard_over_context(grid, run.plan.token_order).to(device)
 
 
 def live_gradients(queue: BucketScheduler) -> list[Tensor]:
