@@ -265,7 +265,7 @@ def test_depth_pads_what_row_has_left() -> None:
     ]
     assert held == [[1, 2], [4, 5], [3, 0], [6, 0]]  # depth is outside row on the grid
     assert (sharding.local_shape, sharding.unsharded_shape) == ((2,), (3,))
-    assert sharding.unsharded == Sharding.from_dims([6], ["mlp"], WEIGHT_RULE, degrees)
+    assert sharding.gathered_sharding == Sharding.from_dims([6], ["mlp"], WEIGHT_RULE, degrees)
 
 
 def test_context_and_depth_split_as_one_fused_axis() -> None:

@@ -535,10 +535,10 @@ class Sharding:
     @property
     def unsharded_shape(self) -> tuple[int, ...]:
         """Shape on a rank after the weight was gathered, with which a layer computes."""
-        return self.unsharded.local_shape
+        return self.gathered_sharding.local_shape
 
     @property
-    def unsharded(self) -> Sharding:
+    def gathered_sharding(self) -> Sharding:
         """The sharding after the weight was gathered."""
         cuts = tuple(tuple(cut for cut in of_dim if not cut.is_gathered) for of_dim in self.splits)
         return Sharding(self.shape, cuts)

@@ -128,15 +128,17 @@ class Plan:
     compile: Compile = "auto"
     """Compile each block with torch.compile: on, off or auto. Equal blocks share one graph without
     graph breaks; with expert > 1 a graph ends at the experts of its block. auto compiles on CUDA
-    with Triton if depth, row and col are 1, because a graph does not overlap their communication.
+    with Triton if context, depth, row and col are 1, because a graph does not overlap their
+    communication; context above 1 is not supported.
     The first run takes longer to start; later runs use the compile cache."""
     cuda_graph: bool = False
     """Replay the whole step as one CUDA graph, for models so small that kernel launches dominate.
     Requires one rank and data.document_mask=False."""
     overlap: tuple[Overlap, ...] = ("dx", "dw", "weight_gather", "moe_dispatch", "context_keys")
-    """Communication to overlap with compute: dx (input gradients), dw (weight gradients, over depth
-    and data), weight_gather (all-gather of weights), moe_dispatch (tokens to experts and back,
-    behind the shared expert), context_keys (keys and values of other ranks of context)."""
+    """Communication to overlap with compute: dx (input gradients), dw (weight gradients, over
+    depth, data, context and expert), weight_gather (all-gather of weights), moe_dispatch (tokens to
+    experts and back, behind the shared expert), context_keys (keys and values of other ranks of
+    context)."""
     moe_dispatch_dtype: Dispatch = "model"
     """Data type in which tokens are sent to experts: model (the type of the activations), bf16, or
     fp8 (e4m3 with one scale per row: half the bytes of bf16, 4 significant bits). Expert outputs
@@ -167,7 +169,7 @@ class Plan:
 
     @property
     def ranks_per_copy(self) -> int:
-        """Number of ranks that hold one copy of the weights: pipe · depth · row · col."""
+        """Number of ranks that hold one copy of the weights: pipe · row · col · `gather_ranks`."""
         return self.pipe * self.gather_ranks * self.row * self.col
 
     @property

@@ -64,7 +64,7 @@ class Embedding(ParallelLayer):
         assert isinstance(serial.weight, torch.nn.Parameter), type(serial.weight)
         weight = self.shard_parameter("weight", serial.weight, dims, std=0.02, embedding=True)
         assert weight is not None
-        whole = weight.sharding.unsharded
+        whole = weight.sharding.gathered_sharding
         self.first_row = whole.shard_at(site.grid.index).global_offset[0]
         self.has_split_rows = any(cut.ranks > 1 for cut in whole.splits[0])
         """Whether the rows are split, over ranks or over stages; the pipeline sums over stages."""
