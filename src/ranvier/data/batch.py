@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
@@ -263,6 +263,14 @@ class SampleSource(Protocol[BatchT_co]):
 
     def read_batch(self, numbers: Sequence[int], end: int | None = None) -> BatchT_co:
         """The samples with these numbers; samples from `end` on are blank, without targets."""
+
+
+@runtime_checkable
+class PackedSamples(Protocol):
+    """Samples of packed documents, whose lengths are known without reading them."""
+
+    def document_lengths(self, number: int) -> tuple[int, ...]:
+        """Number of tokens of each document of a sample."""
 
 
 class WindowSource(Protocol):

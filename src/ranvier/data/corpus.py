@@ -276,6 +276,17 @@ class DocumentStream:
         """The windows with these numbers; windows from `end` on have no targets."""
         return read_windows(self, numbers, end)
 
+    def window_lengths(self, number: int) -> tuple[int, ...]:
+        """Number of tokens of each document of a window, from the index; padding is a document."""
+        if not self.document_mask:
+            return (self.seq,)
+        first = number * self.seq
+        last = min(first + self.seq, self.num_tokens)
+        low, high = np.searchsorted(self.document_ends, [first, last], "right")
+        ends = self.document_ends[low:high]
+        cuts = np.unique(np.array([first, *ends[ends < last], last, first + self.seq]))
+        return tuple(np.diff(cuts).tolist())
+
     def read_window(self, number: int) -> Window:
         """The window of tokens from `number * seq` on."""
         assert 0 <= number < self.num_windows, (number, self.num_windows)

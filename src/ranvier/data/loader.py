@@ -9,12 +9,13 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Generic, TypeVar
 
 from ranvier.config.plan import ContextOrder
-from ranvier.data.batch import BatchT, SampleSource
+from ranvier.data.batch import BatchT, PackedSamples, SampleSource
+from ranvier.data.window_assignment import WindowCost, assign_windows
 from ranvier.errors import DataError, HangError
 from ranvier.grid import WEEK_SECONDS, Grid
 from ranvier.sharding import REPLICA_AXES, local_range
@@ -151,13 +152,22 @@ def load_micro_batches(
     size: int,
     *,
     order: ContextOrder = "balanced",
+    cost: WindowCost | None = None,
     pin: bool = False,
 ) -> list[BatchT]:
     """This rank's micro-batches of samples `first` to `first + batch`, `size` samples each.
 
-    order: which tokens of a sample the ranks of context get.
+    order: which tokens of a sample the ranks of context get. cost: if given, samples are assigned
+    to ranks and micro-batches by it; otherwise in their order.
     """
-    mine = samples.read_batch([first + row for row in rank_rows(batch, grid)])
+    rows: Sequence[int] = rank_rows(batch, grid)
+    if cost is not None and isinstance(samples, PackedSamples):
+        costs = [cost.of_documents(samples.document_lengths(first + i)) for i in range(batch)]
+        replicas = grid.axis_without_group(*REPLICA_AXES)
+        micro_batches = len(rows) // size
+        assigned = assign_windows(costs, replicas.size, micro_batches, size)
+        rows = assigned[replicas.index].ravel().tolist()
+    mine = samples.read_batch([first + row for row in rows])
     return _split_micro_batches(mine.shard_over_context(grid, order), size, pin=pin)
 
 

@@ -166,9 +166,19 @@ class CorpusMixture:
 
     def read_sample(self, number: int) -> Window:
         """Sample `number` of a run."""
+        stream, window = self._find_window(number)
+        return stream.read_window(window)
+
+    def document_lengths(self, number: int) -> tuple[int, ...]:
+        """Number of tokens of each document of sample `number`, without reading its tokens."""
+        stream, window = self._find_window(number)
+        return stream.window_lengths(window)
+
+    def _find_window(self, number: int) -> tuple[DocumentStream | ConversationStream, int]:
+        """The stream of sample `number`, and the window of the stream."""
         which, count = self.pick_stream(number)
         stream = self.streams[which]
         # Each epoch has its own permutation.
         epoch, place = divmod(count, stream.num_windows)
         drawn = random_key(self.seed, "order", which, epoch)
-        return stream.read_window(permute_index(place, stream.num_windows, drawn))
+        return stream, permute_index(place, stream.num_windows, drawn)

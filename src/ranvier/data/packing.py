@@ -184,6 +184,15 @@ class ConversationStream:
         """The windows with these numbers; windows from `end` on have no targets."""
         return read_windows(self, numbers, end)
 
+    def window_lengths(self, number: int) -> tuple[int, ...]:
+        """Number of tokens of each conversation of a window; padding is a document."""
+        if not self.document_mask:
+            return (self.seq,)
+        mine = self._order[self._bounds[number] : self._bounds[number + 1]]
+        lengths = self.pieces.lengths[mine].tolist()
+        padding = self.seq - sum(lengths)
+        return (*lengths, padding) if padding else tuple(lengths)
+
     def read_window(self, number: int) -> Window:
         """The conversations of a window, concatenated and padded."""
         assert 0 <= number < self.num_windows, (number, self.num_windows)

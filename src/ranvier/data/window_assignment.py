@@ -13,10 +13,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from ranvier.models.config import DecoderConfig
 
 Costs = NDArray[np.float64]
 
@@ -44,6 +47,40 @@ def window_cost(
         inside = np.minimum(n, window) if window else n
         scores += num_layers * float((inside * (inside + 1) / 2 + window * (n - inside)).sum())
     return 2 * num_parameters * float(n.sum()) + 4 * attention_features * scores
+
+
+@dataclass(frozen=True)
+class WindowCost:
+    """Cost of a window of packed documents in a model."""
+
+    num_parameters: int
+    """Parameters of matrices that multiply each token."""
+    attention_features: int
+    """Query heads times head dim of a layer."""
+    layer_windows: tuple[int, ...]
+    """Tokens that a query sees in each layer; 0: the whole document."""
+
+    @classmethod
+    def from_config(cls, config: DecoderConfig) -> WindowCost:
+        """Returns the cost of windows in a decoder."""
+        attention = 2 * (config.heads + config.kv_heads) * config.head_dim * config.embed
+        total = config.vocab * config.embed
+        for layer in range(config.layers):
+            width = config.mlp
+            if config.has_experts(layer):
+                width = config.experts_per_token * config.expert_mlp + config.shared_expert_mlp
+            total += attention + 3 * width * config.embed
+        windows = tuple(config.window_of_layer(layer) for layer in range(config.layers))
+        return cls(total, config.heads * config.head_dim, windows)
+
+    def of_documents(self, lengths: Sequence[int]) -> float:
+        """Returns the forward FLOPs of a window with documents of these lengths."""
+        return window_cost(
+            lengths,
+            num_parameters=self.num_parameters,
+            attention_features=self.attention_features,
+            layer_windows=self.layer_windows,
+        )
 
 
 def assign_windows(

@@ -218,6 +218,17 @@ def resolve_device_settings(run: ResolvedRun, context: ResolveContext) -> Resolv
     return run
 
 
+def resolve_balance(run: ResolvedRun, context: ResolveContext) -> ResolvedRun:
+    """Choose how samples are assigned to ranks; a continued run keeps what it had."""
+    if run.data.balance != "auto":
+        return run
+    if context.resumes_run:
+        return run.decide("data", {"data.balance": "none"}, "the run was started without it")
+    if not run.data.document_mask:
+        return run.decide("data", {"data.balance": "none"}, "all samples have the same cost")
+    return run.decide("data", {"data.balance": "cost"}, "samples have documents of any length")
+
+
 def resolve_restart(run: ResolvedRun, context: ResolveContext) -> ResolvedRun:
     """Resume from its own checkpoints if the launcher has restarted a run."""
     if not run_directory.has_own_checkpoints(run, context.process):
@@ -260,6 +271,7 @@ RESOLVERS: tuple[Resolver, ...] = (
     resolve_adapter,
     resolve_device_settings,
     resolve_algorithms,
+    resolve_balance,
     resolve_restart,
     resolve_output_dir,
     resolve_memory_settings,

@@ -26,10 +26,12 @@ from ranvier import trace
 from ranvier.comm import collectives
 from ranvier.comm.consensus import world_axis
 from ranvier.config.resolved_run import ResolvedRun
+from ranvier.config.sections import DecoderModelConfig
 from ranvier.cost.layers import ActivationShape
 from ranvier.data.batch import SampleBatch
 from ranvier.data.loader import Loader, load_micro_batches, validation_batches
 from ranvier.data.run_data import RunData
+from ranvier.data.window_assignment import WindowCost
 from ranvier.errors import NumericError
 from ranvier.grid import Grid
 from ranvier.optim.lr_schedule import lr_factor
@@ -282,6 +284,9 @@ class Trainer:
         run = self.run
         # After a rewind samples were skipped, so sample and step numbers differ by an offset.
         offset = self.state.samples - self.state.step * self.run.plan.global_batch
+        cost = None
+        if run.data.balance == "cost" and isinstance(run.model, DecoderModelConfig):
+            cost = WindowCost.from_config(run.decoder)
 
         def make(step: int) -> list[SampleBatch]:
             return load_micro_batches(
@@ -291,6 +296,7 @@ class Trainer:
                 self.grid,
                 run.plan.micro_batch,
                 order=run.plan.token_order,
+                cost=cost,
                 pin=self.device.type == "cuda",
             )
 
