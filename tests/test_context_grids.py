@@ -23,6 +23,7 @@ from ranvier.optim.optimizer import Optimizer
 from ranvier.parallel.parallel_model import get_parallel_model
 from ranvier.train.step import forward_backward
 
+pytestmark = pytest.mark.nccl
 LR, CLIP = 1e-2, 0.5
 METHODS = ("kv_gather", "ring", "ulysses", "auto")
 ORDERS = ("contiguous", "zigzag", "balanced", "random")

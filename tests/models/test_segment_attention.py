@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from typing import Any
 
@@ -153,30 +152,48 @@ def test_no_tensor_contains_all_scores(
 
 def test_calls_of_the_kernel_copy_no_keys_of_a_zigzag_order() -> None:
     how = SegmentAttention(((0, 4, 0, 4), (4, 8, 0, 20)), 8, 20)
-    calls = how._make_kernel_calls(torch.device("cpu"))
-    assert [call.keys.ranges for call in calls] == [((0, 4),), ((0, 20),)]
-    assert [call.queries.ranges for call in calls] == [((0, 4),), ((4, 8),)]
+    calls = how._make_kernel_calls(torch.empty(0)).varlen
+    assert [call.keys.rows for call in calls] == [slice(0, 4), slice(0, 20)]
+    assert [call.queries.rows for call in calls] == [slice(0, 4), slice(4, 8)]
     assert [call.bounds[2:] for call in calls] == [(4, 4), (4, 20)]
     # Documents that lie one after the other are one call without copies.
     how = SegmentAttention(((0, 3, 0, 3), (3, 5, 3, 9), (5, 8, 9, 20)), 8, 20)
-    (call,) = how._make_kernel_calls(torch.device("cpu"))
+    (call,) = how._make_kernel_calls(torch.empty(0)).varlen
     assert call.keys.is_everything(20) and call.queries.is_everything(8)
     assert [x.tolist() for x in call.bounds[:2]] == [[0, 3, 5, 8], [0, 3, 9, 20]]
 
 
+def test_keys_of_long_segments_are_a_square_and_round_parts_before_it() -> None:
+    def parts(causal: bool, *pair: int) -> list[tuple[int, int, bool]]:
+        dense = segment_attention._DenseSegment.from_pair(pair, causal)  # type: ignore[arg-type]
+        assert dense.queries == slice(*pair[:2])
+        return [(keys.start, keys.stop, causal) for keys, causal in dense.parts]
+
+    assert parts(True, 7, 2055, 100, 2148) == [(100, 2148, True)]
+    assert parts(True, 0, 2048, 100, 4196) == [(2148, 4196, True), (100, 2148, False)]
+    assert parts(False, 0, 2048, 0, 1024) == [(0, 1024, False)]
+    is_dense = segment_attention._is_dense
+    assert is_dense((0, 2048, 5, 5 + 3072), True) and not is_dense((0, 2048, 5, 5 + 3000), True)
+    assert not is_dense((0, 3072, 0, 2048), True) and is_dense((0, 3072, 0, 2048), False)
+
+
 def test_rows_of_kernel_calls_are_loaded_stored_and_added() -> None:
-    pairs = tuple(itertools.islice(CAUSAL, 3))
     x = torch.randn(20, 2)
-    for call in SegmentAttention(pairs, 20, 20)._make_kernel_calls(torch.device("cpu")):
-        rows = torch.cat([torch.arange(*one) for one in call.keys.ranges])
-        assert torch.equal(call.keys.load(x), x[rows])
-        added = torch.zeros_like(x)
-        call.keys.add(added, x[rows])
-        assert torch.equal(added, torch.zeros_like(x).index_add_(0, rows, x[rows]))
-        rows = torch.cat([torch.arange(*one) for one in call.queries.ranges])
-        stored = torch.zeros_like(x)
-        call.queries.store(stored, x[rows])
-        assert torch.equal(stored[rows], x[rows])
+    num_calls = 0
+    for call in SegmentAttention(CAUSAL, 20, 20)._make_kernel_calls(torch.empty(0)).varlen:
+        num_calls += 1
+        for some, bounds in ((call.queries, call.bounds[0]), (call.keys, call.bounds[1])):
+            rows = torch.arange(20)[some.rows]
+            assert len(rows) == bounds[-1] and len(rows.unique()) == len(rows)
+            assert torch.equal(some.load(x), x[rows])
+            added = torch.ones_like(x)
+            some.add(added, x[rows].double())
+            assert torch.equal(added, torch.ones_like(x).index_add_(0, rows, x[rows]))
+            stored = torch.zeros_like(x)
+            some.store(stored, x[rows].double())
+            assert torch.equal(stored[rows], x[rows]) and (stored != 0).sum() == 2 * len(rows)
+    # Four segments share some keys.
+    assert num_calls == 4
 
 
 @pytest.mark.sample(1)

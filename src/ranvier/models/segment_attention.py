@@ -6,24 +6,30 @@ the varlen kernels of flash attention ("bottom right"). Log-sum-exps make result
 keys mergeable; backward takes the output and the log-sum-exp over all keys. Queries that see no key
 have o = 0 and a log-sum-exp of -inf.
 
-bf16 and fp16 on CUDA use torch's flash attention kernel, and FlexAttention with a soft cap.
+bf16 and fp16 on CUDA use cuDNN's kernel for long segments of round lengths, torch's flash attention
+kernel for all others, and FlexAttention with a soft cap.
 Everything else is computed in chunks of queries, so that no tensor contains all scores. Plain
 PyTorch; imports only torch.
 """
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ranvier.models.document_attention import KERNEL_DTYPES, can_use_flash_kernel
-from ranvier.models.segment_flex_attention import FlexAttention, compiled_flex_attention
+from ranvier.models.segment_flex_attention import (
+    FlexAttention,
+    compiled_flex_attention,
+    heads_first,
+)
 
 SegmentPair = tuple[int, int, int, int]
 """First row and end of a segment of queries, first row and end of the keys that it attends to."""
@@ -33,6 +39,12 @@ MAX_CHUNK = 256
 """Number of queries of a chunk. Later chunks see more keys, so long chunks would waste work."""
 PADDING = 16
 """Short key segments are padded to multiples of this number, to be computed together."""
+
+DENSE_MULTIPLE = 1024
+"""cuDNN compiles a kernel for each shape, so it gets only lengths that are multiples of this number
+and will occur again."""
+MIN_DENSE_QUERIES = 2048
+"""Shorter segments are faster together, in one call of the varlen kernel."""
 
 _Rows = slice | Tensor
 """Consecutive rows, or row numbers `[n, length]`."""
@@ -59,7 +71,7 @@ class SegmentAttention:
     _chunks: dict[tuple[torch.device, int], list[_Chunks]] = field(
         default_factory=dict, init=False, repr=False
     )
-    _kernel_calls: dict[torch.device, list[_KernelCall]] = field(
+    _kernel_calls: dict[tuple[torch.device, bool], _KernelCalls] = field(
         default_factory=dict, init=False, repr=False
     )
     _flex: dict[torch.device, FlexAttention] = field(default_factory=dict, init=False, repr=False)
@@ -160,52 +172,46 @@ class SegmentAttention:
     # ---- the kernel -----------------------------------------------------------------------------
 
     def _run_kernel_forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        q, k, v = map(_contiguous_heads, (q, k, v))
+        calls = self._make_kernel_calls(q)
         o, lse = None, None
-        for call in self._make_kernel_calls(q.device):
+        for call in calls.varlen:
+            some, keys, values = map(
+                _contiguous_heads, (call.queries.load(q), call.keys.load(k), call.keys.load(v))
+            )
             part, sums, *_ = torch.ops.aten._flash_attention_forward(
-                call.queries.load(q),
-                call.keys.load(k),
-                call.keys.load(v),
-                *call.bounds,
-                0.0,
-                self.causal,
-                False,
-                **self._kernel_window,
+                some, keys, values, *call.bounds, 0.0, self.causal, False, **self._kernel_window
             )
             # The kernel returns +inf for queries that see nothing.
             sums = sums.masked_fill(sums == float("inf"), float("-inf"))
             if call.queries.is_everything(self.num_queries):
                 return part, sums
             if o is None or lse is None:
-                o = torch.zeros_like(q)
-                lse = q.new_full((q.shape[1], q.shape[0]), float("-inf"), dtype=torch.float32)
+                o, lse = _empty_results(q)
             call.queries.store(o, part)
             call.queries.store(lse.T, sums.T)
         if o is None or lse is None:
-            return torch.zeros_like(q), q.new_full(
-                (q.shape[1], q.shape[0]), float("-inf"), dtype=torch.float32
-            )
+            o, lse = _empty_results(q)
+        for dense in calls.dense:
+            o[dense.queries], lse[:, dense.queries] = dense.forward(q, k, v)
         return o, lse
 
     def _run_kernel_backward(
         self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        dy, q, k, v, o = map(_contiguous_heads, (dy.to(q.dtype), q, k, v, o.to(q.dtype)))
+        dy, o = dy.to(q.dtype), o.to(q.dtype)
         # With +inf the probabilities of queries that see nothing are 0.
         lse = lse.masked_fill(lse == float("-inf"), float("inf"))
         dq, dk, dv = (x.new_zeros(x.shape, dtype=torch.float32) for x in (q, k, v))
         # Without dropout the random state is not used.
         state = torch.zeros(2, dtype=torch.uint64, device=q.device)
         none = torch.empty(0, device=q.device)
-        for call in self._make_kernel_calls(q.device):
+        calls = self._make_kernel_calls(q)
+        for call in calls.varlen:
+            queries, keys = call.queries, call.keys
+            rows = (queries.load(dy), queries.load(q), keys.load(k), keys.load(v), queries.load(o))
             some = torch.ops.aten._flash_attention_backward(
-                call.queries.load(dy),
-                call.queries.load(q),
-                call.keys.load(k),
-                call.keys.load(v),
-                call.queries.load(o),
-                call.queries.load(lse.T).T.contiguous(),
+                *map(_contiguous_heads, rows),
+                queries.load(lse.T).T.contiguous(),
                 *call.bounds,
                 0.0,
                 self.causal,
@@ -213,9 +219,11 @@ class SegmentAttention:
                 none,
                 **self._kernel_window,
             )
-            call.queries.store(dq, some[0])
-            call.keys.add(dk, some[1])
-            call.keys.add(dv, some[2])
+            queries.store(dq, some[0])
+            keys.add(dk, some[1])
+            keys.add(dv, some[2])
+        for dense in calls.dense:
+            dense.backward(dy, q, k, v, o, lse, (dq, dk, dv))
         return dq, dk, dv
 
     def flex_attention(
@@ -246,27 +254,76 @@ class SegmentAttention:
         # The kernel does not count the query itself.
         return {"window_size_left": self.window - 1, "window_size_right": 0}
 
-    def _make_kernel_calls(self, device: torch.device) -> list[_KernelCall]:
-        """Returns calls of the kernel, of which each has about as many rows of keys as there are.
+    def _make_kernel_calls(self, q: Tensor) -> _KernelCalls:
+        """Returns calls of kernels, which together compute all segments.
 
-        The kernel needs the keys of each segment one after the other, so that keys which several
-        segments share would be in memory as often.
+        The varlen kernel needs the keys of each segment one after the other. Segments of a call
+        share no keys, so that each is in memory once more at most, and has one gradient.
         """
-        if device not in self._kernel_calls:
-            total = sum(pair[3] - pair[2] for pair in self.pairs)
-            num_calls = -(-total // max(self.num_keys, 1))
-            limit = -(-total // max(num_calls, 1))
-            calls: list[list[SegmentPair]] = []
-            rows = 0
+        use_cudnn = not self.window and can_use_cudnn_kernel(q)
+        key = (q.device, use_cudnn)
+        if key not in self._kernel_calls:
+            dense: list[_DenseSegment] = []
+            calls: list[_DisjointPairs] = []
             for pair in self.pairs:
-                length = pair[3] - pair[2]
-                if not calls or rows + length > limit:
-                    calls.append([])
-                    rows = 0
-                calls[-1].append(pair)
-                rows += length
-            self._kernel_calls[device] = [_KernelCall.from_pairs(some, device) for some in calls]
-        return self._kernel_calls[device]
+                if use_cudnn and _is_dense(pair, self.causal):
+                    dense.append(_DenseSegment.from_pair(pair, self.causal))
+                elif not any(call.add(pair) for call in calls):
+                    calls.append(_DisjointPairs())
+                    calls[-1].add(pair)
+            varlen = [_KernelCall.from_pairs(call.pairs, q.device) for call in calls]
+            self._kernel_calls[key] = _KernelCalls(varlen, dense)
+        return self._kernel_calls[key]
+
+
+class _DisjointPairs:
+    """Segments that share no keys."""
+
+    def __init__(self) -> None:
+        self.pairs: list[SegmentPair] = []
+        self.bounds: list[tuple[int, int]] = []
+
+    def add(self, pair: SegmentPair) -> bool:
+        """Adds a segment, unless it shares keys with another one; returns whether it did."""
+        first, end = pair[2:]
+        place = bisect.bisect_left(self.bounds, (first, end))
+        if place and self.bounds[place - 1][1] > first:
+            return False
+        if place < len(self.bounds) and self.bounds[place][0] < end:
+            return False
+        self.bounds.insert(place, (first, end))
+        self.pairs.append(pair)
+        return True
+
+
+def can_use_cudnn_kernel(q: Tensor) -> bool:
+    """Whether cuDNN's kernel is used for queries `[T, h, k]`, which the flash kernel supports."""
+    # Older GPUs are as fast with the flash kernel, and gradients of cuDNN are sums in any order.
+    return (
+        q.device.type == "cuda"
+        and torch.backends.cudnn.is_available()
+        and torch.cuda.get_device_capability(q.device) >= (9, 0)
+        and q.shape[-1] % 8 == 0
+        and q.shape[-1] <= 128
+        and not torch.are_deterministic_algorithms_enabled()
+    )
+
+
+def _is_dense(pair: SegmentPair, causal: bool) -> bool:
+    """Whether a segment is long, and its lengths are round."""
+    queries, keys = pair[1] - pair[0], pair[3] - pair[2]
+    return (
+        queries >= MIN_DENSE_QUERIES
+        and queries % DENSE_MULTIPLE == 0
+        and keys % DENSE_MULTIPLE == 0
+        and (keys >= queries or not causal)
+    )
+
+
+def _empty_results(q: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the output and log-sum-exps of queries that see nothing."""
+    lse = q.new_full((q.shape[1], q.shape[0]), float("-inf"), dtype=torch.float32)
+    return torch.zeros_like(q, memory_format=torch.contiguous_format), lse
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -387,51 +444,143 @@ def _add_keys(x: Tensor, rows: _Rows, value: Tensor) -> None:
         x.index_add_(0, rows.flatten(), value.flatten(0, 1))
 
 
-@dataclass(frozen=True)
-class _RowRanges:
-    """Ranges of rows of a tensor that a kernel gets one after the other."""
+@dataclass(frozen=True, eq=False)
+class _KernelRows:
+    """Different rows of a tensor, which a kernel gets one after the other."""
 
-    ranges: tuple[tuple[int, int], ...]
+    rows: slice | Tensor
+    """Consecutive rows, which are not copied, or their numbers."""
 
     @classmethod
-    def from_segments(cls, segments: Sequence[tuple[int, int]]) -> _RowRanges:
-        """Joins segments that follow each other, as one range is a view and not a copy."""
-        ranges: list[tuple[int, int]] = []
-        for start, stop in segments:
-            if ranges and ranges[-1][1] == start:
-                ranges[-1] = (ranges[-1][0], stop)
-            else:
-                ranges.append((start, stop))
-        return cls(tuple(ranges))
+    def from_segments(
+        cls, segments: Sequence[tuple[int, int]], device: torch.device
+    ) -> _KernelRows:
+        if all(one[1] == other[0] for one, other in itertools.pairwise(segments)):
+            return cls(slice(segments[0][0], segments[-1][1]))
+        numbers = torch.cat([torch.arange(*segment) for segment in segments])
+        return cls(_copy_to_device(numbers, device))
 
     def is_everything(self, num_rows: int) -> bool:
-        return self.ranges == ((0, num_rows),)
+        return self.rows == slice(0, num_rows) if isinstance(self.rows, slice) else False
 
     def load(self, x: Tensor) -> Tensor:
-        if len(self.ranges) == 1:
-            return x[slice(*self.ranges[0])]
-        return torch.cat([x[start:stop] for start, stop in self.ranges])
+        if isinstance(self.rows, slice):
+            return x[self.rows]
+        return x.index_select(0, self.rows)
 
     def store(self, x: Tensor, value: Tensor) -> None:
-        for (start, stop), part in self._split(value):
-            x[start:stop] = part
+        if isinstance(self.rows, slice):
+            x[self.rows] = value
+        else:
+            x.index_copy_(0, self.rows, value.to(x.dtype))
 
     def add(self, x: Tensor, value: Tensor) -> None:
-        """Adds to x range by range, so that the order of sums does not change."""
-        for (start, stop), part in self._split(value):
-            x[start:stop] += part
+        if isinstance(self.rows, slice):
+            x[self.rows] += value
+        else:
+            x.index_add_(0, self.rows, value.to(x.dtype))
 
-    def _split(self, value: Tensor) -> Iterator[tuple[tuple[int, int], Tensor]]:
-        lengths = [stop - start for start, stop in self.ranges]
-        return zip(self.ranges, value.split(lengths), strict=True)
+
+def _copy_to_device(x: Tensor, device: torch.device) -> Tensor:
+    if device.type == "cuda":
+        # Pinned memory makes the copy asynchronous.
+        x = x.pin_memory()
+    return x.to(device, non_blocking=True)
+
+
+@dataclass(frozen=True, eq=False)
+class _KernelCalls:
+    """Calls that compute all segments."""
+
+    varlen: list[_KernelCall]
+    dense: list[_DenseSegment]
+
+
+@dataclass(frozen=True)
+class _DenseSegment:
+    """A segment of queries by cuDNN's kernel.
+
+    Its causal mask is aligned with the first key, not with the last one. So the keys are parts: a
+    square with a causal mask, and keys before it, all of which are seen.
+    """
+
+    queries: slice
+    parts: tuple[tuple[slice, bool], ...]
+    """Keys, and whether they have a causal mask."""
+
+    @classmethod
+    def from_pair(cls, pair: SegmentPair, causal: bool) -> _DenseSegment:
+        start, stop, first, end = pair
+        square = end - (stop - start) if causal else end
+        parts = [(slice(square, end), True)] if causal else []
+        if first < square:
+            parts.append((slice(first, square), False))
+        return cls(slice(start, stop), tuple(parts))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the output `[n, h, k]`, in fp32 if it has parts, and log-sum-exps `[h, n]`."""
+        some = heads_first(q[self.queries])
+        o, lse = None, None
+        for keys, causal in self.parts:
+            part, sums, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+                some, heads_first(k[keys]), heads_first(v[keys]), None, True, 0.0, causal
+            )
+            part, sums = part[0].transpose(0, 1), sums[0, :, :, 0]
+            if o is None or lse is None:
+                o, lse = part, sums
+                continue
+            total = torch.logaddexp(lse, sums)
+            first, second = ((x - total).exp().T.unsqueeze(-1) for x in (lse, sums))
+            o = (o * first).add_(part * second)
+            lse = total
+        assert o is not None and lse is not None
+        return o, lse
+
+    def backward(
+        self,
+        dy: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        grads: tuple[Tensor, Tensor, Tensor],
+    ) -> None:
+        """Adds to the gradients of q, k and v."""
+        rows = self.queries
+        grad, some, out = (heads_first(x[rows]) for x in (dy, q, o))
+        sums = lse[None, :, rows, None].contiguous()
+        # Without dropout the random state is not used.
+        state = torch.zeros((), dtype=torch.int64, device=q.device)
+        lengths = rows.stop - rows.start
+        for keys, causal in self.parts:
+            found = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+                grad,
+                some,
+                heads_first(k[keys]),
+                heads_first(v[keys]),
+                out,
+                sums,
+                state,
+                state,
+                None,
+                None,
+                None,
+                lengths,
+                keys.stop - keys.start,
+                0.0,
+                causal,
+            )
+            for total, part, where in zip(grads, found, (rows, keys, keys), strict=True):
+                total[where] += part[0].transpose(0, 1)
 
 
 @dataclass(frozen=True, eq=False)
 class _KernelCall:
     """One call of the varlen kernel."""
 
-    queries: _RowRanges
-    keys: _RowRanges
+    queries: _KernelRows
+    keys: _KernelRows
     bounds: tuple[Tensor, Tensor, int, int]
     """cu_seqlens of queries and keys, and the longest of each."""
 
@@ -440,13 +589,10 @@ class _KernelCall:
         segments = [[(a, b) for a, b, _, _ in pairs], [(c, d) for _, _, c, d in pairs]]
         lengths = [[stop - start for start, stop in some] for some in segments]
         bounds = torch.tensor(
-            [[*accumulate(some, initial=0)] for some in lengths], dtype=torch.int32
+            [[*itertools.accumulate(some, initial=0)] for some in lengths], dtype=torch.int32
         )
-        if device.type == "cuda":
-            # Pinned memory makes the copy asynchronous.
-            bounds = bounds.pin_memory()
-        on_device = bounds.to(device, non_blocking=True)
-        queries, keys = map(_RowRanges.from_segments, segments)
+        on_device = _copy_to_device(bounds, device)
+        queries, keys = (_KernelRows.from_segments(some, device) for some in segments)
         longest, longest_keys = map(max, lengths)
         return cls(queries, keys, (on_device[0], on_device[1], longest, longest_keys))
 

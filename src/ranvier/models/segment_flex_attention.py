@@ -25,7 +25,7 @@ def compiled_flex_attention() -> Callable[..., Any]:
     # The import takes long, and only models with a cap need it.
     from torch.nn.attention.flex_attention import flex_attention
 
-    compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=True)
+    compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=True, fullgraph=True)
     return compiled
 
 
@@ -86,12 +86,19 @@ class FlexAttention:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, cap: float) -> tuple[Tensor, Tensor]:
         """Returns the output `[T_q, h, k]`, and log-sum-exps `[h, T_q]`."""
-        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # (1, h, T, k)
+        o, lse = self._run_kernel(heads_first(q), heads_first(k), heads_first(v), cap)
+        return o[0].transpose(0, 1), lse[0]
+
+    def _run_kernel(self, q: Tensor, k: Tensor, v: Tensor, cap: float) -> tuple[Tensor, Tensor]:
+        """Returns the output `[1, h, T_q, k]`, and log-sum-exps `[1, h, T_q]`."""
+        # A kernel for any number of keys has no constant floats: a float that score_mod uses must
+        # be a tensor on the device.
+        limit = torch.full((), cap, device=q.device)
 
         def soft_cap(
             score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor
         ) -> Tensor:
-            return cap * torch.tanh(score / cap)
+            return limit * torch.tanh(score / limit)
 
         o, lse = self.kernel(
             q,
@@ -102,7 +109,7 @@ class FlexAttention:
             enable_gqa=q.shape[1] != k.shape[1],
             return_lse=True,
         )
-        return o[0].transpose(0, 1), lse[0]
+        return o, lse
 
     def backward(
         self,
@@ -119,15 +126,22 @@ class FlexAttention:
         The forward pass is repeated, as its backward needs the log-sum-exp l' of these keys. With
         w = exp(l' - l), the gradient of its output o' is w dy, and that of l' is w Σ dy (o' - o).
         """
+        dy, o = (heads_first(x).float() for x in (dy, o))
+        leaves = [heads_first(x).detach().requires_grad_() for x in (q, k, v)]
         with torch.enable_grad():
-            leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-            own_o, own_lse = self.forward(leaves[0], leaves[1], leaves[2], cap)
+            own_o, own_lse = self._run_kernel(leaves[0], leaves[1], leaves[2], cap)
         # Queries that see no key here have no gradient.
-        weight = (own_lse - lse).exp().masked_fill(own_lse == float("-inf"), 0.0).detach()
-        difference = (dy.float() * (own_o.detach().float() - o.float())).sum(-1).T  # (h, T)
-        d_output = (dy.float() * weight.T.unsqueeze(-1)).to(own_o.dtype)
-        dq, dk, dv = torch.autograd.grad((own_o, own_lse), leaves, (d_output, weight * difference))
-        return dq.float(), dk.float(), dv.float()
+        weight = (own_lse.detach() - lse).exp().masked_fill(own_lse == float("-inf"), 0.0)
+        difference = (dy * (own_o.detach().float() - o)).sum(-1)  # (1, h, T)
+        d_output = (dy * weight.unsqueeze(-1)).to(own_o.dtype)
+        grads = torch.autograd.grad((own_o, own_lse), leaves, (d_output, weight * difference))
+        dq, dk, dv = (x[0].transpose(0, 1).float() for x in grads)
+        return dq, dk, dv
+
+
+def heads_first(x: Tensor) -> Tensor:
+    """Returns `[1, h, T, k]` of `[T, h, k]`."""
+    return x.transpose(0, 1).unsqueeze(0)
 
 
 def _list_blocks(seen: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -214,7 +214,7 @@ class KVGather:
         groups = self._head_groups(q, k)
         dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
         arriving = self._start_keys(k, v, groups[0], exchange)
-        returning: tuple[slice, Tensor, _Started | None] | None = None
+        returning: _ReturningGradients | None = None
         for i, (heads, kv_heads) in enumerate(groups):
             keys = self._arrange_keys(arriving, k[:, kv_heads], v[:, kv_heads])
             if i + 1 < len(groups):
@@ -224,8 +224,7 @@ class KVGather:
             dq[:, heads] = part.to(dq.dtype)
             if returning is not None:
                 self._finish_gradients(returning, dk, dv)
-            grad = torch.stack(grads, 1)  # (keys, 2, g, k)
-            returning = (kv_heads, grad, self._start_gradients(grad, exchange))
+            returning = _ReturningGradients(kv_heads, grads, self._start_gradients(grads, exchange))
         assert returning is not None
         self._finish_gradients(returning, dk, dv)
         return dq, dk, dv
@@ -252,7 +251,7 @@ class KVGather:
             x = torch.stack([k[:, kv_heads], v[:, kv_heads]], 1)
             return _Started(exchange.all_gather(x), self.overlap)
         at = self._indices_on(k.device)
-        x = torch.stack([y[:, kv_heads].index_select(0, at.sent_rows) for y in (k, v)], 1)
+        x = _stack_rows([k[:, kv_heads], v[:, kv_heads]], at.sent_rows)
         pending = exchange.all_to_all(x, at.send_counts, at.receive_counts)
         return _Started(pending, self.overlap)
 
@@ -275,41 +274,58 @@ class KVGather:
             keys.index_copy_(0, at.received_keys, arriving.wait())
         return keys[:, 0], keys[:, 1]
 
-    def _start_gradients(self, grad: Tensor, exchange: Exchange) -> _Started | None:
-        """Starts to return the gradients of keys to the ranks that have them."""
-        at = self._indices_on(grad.device)
+    def _start_gradients(self, grads: list[Tensor], exchange: Exchange) -> _Started | None:
+        """Starts to return the gradients of keys and values to the ranks that have them."""
+        at = self._indices_on(grads[0].device)
         if self.layout.collective == "none":
             return None
         if self.layout.collective == "all_gather":
-            rows = grad.new_zeros((self.layout.num_ranks * self.layout.num_rows, *grad.shape[1:]))
-            rows.index_copy_(0, at.gathered_rows, grad)
+            num_rows = self.layout.num_ranks * self.layout.num_rows
+            rows = grads[0].new_zeros((num_rows, 2, *grads[0].shape[1:]))
+            for i, grad in enumerate(grads):
+                rows[:, i].index_copy_(0, at.gathered_rows, grad)
             return _Started(exchange.reduce_scatter(rows), self.overlap)
-        rows = grad.index_select(0, at.received_keys)
+        rows = _stack_rows(grads, at.received_keys)
         pending = exchange.all_to_all(rows, at.receive_counts, at.send_counts)
         return _Started(pending, self.overlap)
 
-    def _finish_gradients(
-        self, returning: tuple[slice, Tensor, _Started | None], dk: Tensor, dv: Tensor
-    ) -> None:
+    def _finish_gradients(self, returning: _ReturningGradients, dk: Tensor, dv: Tensor) -> None:
         """Adds the gradients of all ranks, in the order of ranks, and stores them in dk and dv."""
-        kv_heads, grad, started = returning
-        at = self._indices_on(grad.device)
+        grads, started = returning.grads, returning.started
+        at = self._indices_on(dk.device)
         if started is None:
-            total = grad if at.is_ordered else grad.index_select(0, at.own_keys)
+            if not at.is_ordered:
+                grads = [grad.index_select(0, at.own_keys) for grad in grads]
+            total = grads
         elif self.layout.collective == "all_gather":
-            total = started.wait()
+            total = list(started.wait().unbind(1))
         else:
-            total = grad.new_zeros((self.layout.num_rows, *grad.shape[1:]))
+            own = _stack_rows(grads, at.own_keys)
+            both = torch.zeros_like(own)
             parts = started.wait().split(at.send_counts)
             rows = at.sent_rows.split(at.send_counts)
             for rank, (part, to) in enumerate(zip(parts, rows, strict=True)):
                 if rank == self.layout.rank:
-                    total += grad.index_select(0, at.own_keys)
+                    both += own
                 elif part.shape[0]:
                     # A rank sends one gradient per row, so the order of sums is fixed.
-                    total.index_add_(0, to, part)
-        dk[:, kv_heads] = total[:, 0].to(dk.dtype)
-        dv[:, kv_heads] = total[:, 1].to(dv.dtype)
+                    both.index_add_(0, to, part)
+            total = list(both.unbind(1))
+        dk[:, returning.kv_heads] = total[0].to(dk.dtype)
+        dv[:, returning.kv_heads] = total[1].to(dv.dtype)
+
+
+class _ReturningGradients(NamedTuple):
+    """Gradients of the keys and values of a group of heads, and their communication."""
+
+    kv_heads: slice
+    grads: list[Tensor]
+    started: _Started | None
+
+
+def _stack_rows(tensors: Sequence[Tensor], rows: Tensor) -> Tensor:
+    """Returns rows `[n, 2, g, k]` of two tensors `[T, g, k]`."""
+    return torch.stack([x.index_select(0, rows) for x in tensors], 1)
 
 
 @dataclass(frozen=True, eq=False)
