@@ -6,6 +6,7 @@ success.
 
 from __future__ import annotations
 
+import ast
 import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -69,7 +70,7 @@ class Case:
     @property
     def label(self) -> str:
         """A short name, in which hyphens separate the values of the options."""
-        model = self.model.replace("-", "_")
+        model = self.model.replace("-", "_").removeprefix("sized ")
         words = [model, self.inner, self.recompute, f"micro{self.micro_batches}"]
         words += ["kept"] * (self.collectives == "save")
         words += (
@@ -189,7 +190,7 @@ def _mixture(top: int, experts: int, *words: str, **others: Any) -> Callable[[],
     }
     for word in words:
         changes |= more[word]
-    return _deep(**changes, **others)
+    return _deep(**changes | others)
 
 
 def _lopsided() -> nn.Module:
@@ -212,8 +213,28 @@ MIXTURES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+def sized(**changes: Any) -> str:
+    """The name of a small model with some settings of the decoder."""
+    return " ".join(["sized", *(f"{name}={value}" for name, value in changes.items())])
+
+
+def _build_sized(name: str) -> nn.Module:
+    changes = {key: ast.literal_eval(value) for key, value in map(_pair, name.split()[1:])}
+    if "experts" in changes:
+        top, experts = changes.pop("experts_per_token"), changes.pop("experts")
+        return _mixture(top, experts, **changes)()
+    return _deep(**changes)()
+
+
+def _pair(word: str) -> tuple[str, str]:
+    key, _, value = word.partition("=")
+    return key, value
+
+
 def build(name: str) -> nn.Module:
     """A model by name, ours or Hugging Face's, in float64."""
+    if name.startswith("sized "):
+        return _build_sized(name).double()
     more = {"lopsided": _lopsided, "four": _deep(layers=4), "adapted": _adapted}
     more["jitter"] = _mixture(2, 8, "jitter", "capacity")
     # Every token sees itself only, so that attention needs no keys of other ranks of context.
@@ -238,6 +259,15 @@ def batch_of(model: str, *, samples: int, packed: bool, seq: int = 8) -> Batch:
         index = torch.arange(seq).expand(samples, seq)
         positions = index - torch.where(starts, index, 0).cummax(1).values
     return Batch(tokens, targets, positions, documents, samples=torch.arange(samples))
+
+
+def batch_with(lengths: Sequence[Sequence[int]]) -> Batch:
+    """A batch of random tokens, whose samples have documents of these lengths."""
+    seq = sum(lengths[0])
+    batch = batch_of("", samples=len(lengths), packed=False, seq=seq)
+    documents = [[i for i, n in enumerate(some) for _ in range(n)] for some in lengths]
+    positions = [[i for n in some for i in range(n)] for some in lengths]
+    return replace(batch, documents=torch.tensor(documents) + 1, positions=torch.tensor(positions))
 
 
 def worst(name: str, have: Tensor, want: Tensor, limit: float, floor: float = 0.0) -> list[str]:
