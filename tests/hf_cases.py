@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import equivalence
 from equivalence import Case, Serial
-from hf_models import HF_MODELS
+from hf_models import HF_MODELS, MODELS_OF_CORE
 from ranvier.config.plan import Plan
 from ranvier.data.batch import Batch
 from ranvier.grid import Grid
@@ -33,7 +33,8 @@ class HfCase(Case):
     def build(self) -> nn.Module:
         """The model, the same on every call."""
         torch.manual_seed(1)
-        return HF_MODELS[self.model](**dict(self.changes)).double()  # type: ignore[call-arg]
+        models = {**HF_MODELS, **MODELS_OF_CORE}
+        return models[self.model](**dict(self.changes)).double()  # type: ignore[call-arg]
 
 
 def serial(case: HfCase, batch: Batch, lr: float, clip: float) -> Serial:
@@ -61,7 +62,8 @@ def logits_of(grid: Grid, case: HfCase, tokens: Tensor) -> tuple[Tensor, int]:
 def from_meta(grid: Grid, case: HfCase, batch: Batch) -> tuple[float, list[str]]:
     """Mean loss of a model that came without values, and the names of its parameters."""
     with torch.device("meta"):
-        model = HF_MODELS[case.model](**dict(case.changes))  # type: ignore[call-arg]
+        models = {**HF_MODELS, **MODELS_OF_CORE}
+        model = models[case.model](**dict(case.changes))  # type: ignore[call-arg]
     plan = Plan(col_splits="features").with_degrees(grid.degrees)
     model = parallelize(model, grid, plan, dtype=torch.float64, seed=3)
     parallel = model.parallel

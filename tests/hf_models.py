@@ -14,10 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import (
+    AttentionInterface,
+    Gemma2Config,
+    Gemma2ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -51,11 +56,19 @@ def forward(
     seen = seen.expand(len(tokens), 1, seq, seq)
     if documents is not None:
         seen = seen & (documents[:, None, :, None] == documents[:, None, None, :])
-    mask = seen
-    if self.config._attn_implementation == "eager":
+    mask: Any = seen
+    if self.config._attn_implementation in ("eager", "reference"):
         dtype = next(self.parameters()).dtype
         mask = torch.zeros(seen.shape, dtype=dtype, device=device)
         mask = mask.masked_fill(~seen, torch.finfo(dtype).min)
+    window = getattr(self.config, "sliding_window", None)
+    if window:
+        index = torch.arange(seq, device=device)
+        far = index[:, None] - index >= window
+        near = mask.masked_fill(far, False if mask.dtype == torch.bool else mask.min())
+        both = {"full_attention": mask, "sliding_attention": near}
+        # Mistral has no types of layers.
+        mask = near if self.config.model_type == "mistral" else both
     if positions is None:
         positions = torch.arange(seq, device=device).unsqueeze(0)
     out = type(self).forward(self, tokens, attention_mask=mask, position_ids=positions)
@@ -66,7 +79,32 @@ def forward(
 
 def normalise(self: Any, x: Tensor) -> Tensor:
     """RMSNorm in the type of its input."""
-    return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
+    if type(self).__name__ == "Gemma2RMSNorm":
+        weight, eps = 1.0 + self.weight, self.eps
+    else:
+        weight, eps = self.weight, self.variance_epsilon
+    return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
+
+
+def attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    *,
+    scaling: float,
+    softcap: float,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attention with soft caps in the type of its input; that of transformers is in float32."""
+    groups = module.num_key_value_groups
+    key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+    scores = torch.tanh(query @ key.transpose(2, 3) * scaling / softcap) * softcap
+    return ((scores + attention_mask).softmax(-1) @ value).transpose(1, 2), None
+
+
+AttentionInterface.register("reference", attend)
 
 
 def serial(model: Any) -> nn.Module:
@@ -105,6 +143,20 @@ def qwen3(**changes: Any) -> nn.Module:
     return serial(Qwen3ForCausalLM(Qwen3Config(**SHAPE | {"tie_word_embeddings": False} | changes)))
 
 
+def mistral(**changes: Any) -> nn.Module:
+    """A sliding window in all layers."""
+    more = {"tie_word_embeddings": False, "sliding_window": 3}
+    return serial(MistralForCausalLM(MistralConfig(**SHAPE | more | changes)))
+
+
+def gemma2(**changes: Any) -> nn.Module:
+    """Windows in every second layer, soft caps, scaled embeddings, norms with an offset."""
+    caps = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}
+    more = {"sliding_window": 3, "query_pre_attn_scalar": 7, "pad_token_id": None}
+    config = Gemma2Config(**SHAPE | caps | more | {"attn_implementation": "reference"} | changes)
+    return serial(Gemma2ForCausalLM(config))
+
+
 def gpt2(**changes: Any) -> nn.Module:
     """LayerNorm, learned positions, biases, packed q, k, v; heads of 2 elements (embed / heads)."""
     none = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
@@ -120,3 +172,8 @@ HF_MODELS: dict[str, Callable[[], nn.Module]] = {
     "hf-qwen3": qwen3,
     "hf-gpt2": gpt2,
 }
+MODELS_OF_CORE: dict[str, Callable[[], nn.Module]] = {
+    "hf-mistral": mistral,
+    "hf-gemma2": gemma2,
+}
+"""Models whose attention our core computes on any grid."""

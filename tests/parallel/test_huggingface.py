@@ -20,6 +20,7 @@ from transformers import (
 
 import hf_cases
 from equivalence import Serial, batch_of, compare, run_case
+from grids import label
 from hf_cases import HfCase
 from hf_models import HF_MODELS, SHAPE, gpt2, llama, qwen3
 from hf_models import serial as as_reference
@@ -60,6 +61,42 @@ def check(pool: Pool, degrees: dict[str, int], case: HfCase) -> None:
 )
 def test_options_of_models(pool: Pool, model: str, changes: dict[str, Any], fast: bool) -> None:
     check(pool, {"row": 2, "col": 2}, HfCase(model, changes=tuple(changes.items()), fast=fast))
+
+
+WINDOWS = (("use_sliding_window", True), ("sliding_window", 3), ("max_window_layers", 1))
+CONTEXT_CASES = [
+    ({"context": 2}, HfCase("hf-llama", packed=True)),
+    ({"context": 2, "row": 2}, HfCase("hf-qwen3", packed=True, recompute="full", changes=WINDOWS)),
+    ({"context": 2}, HfCase("hf-mistral", packed=True, recompute="full")),
+    ({"context": 2}, HfCase("hf-gemma2", token_order="zigzag")),
+    ({"context": 2, "col": 2}, HfCase("hf-gemma2", packed=True)),
+    ({"context": 2, "depth": 2}, HfCase("hf-llama-tied", packed=True, context_attention="ring")),
+    ({"context": 4}, HfCase("hf-qwen3", packed=True, context_attention="ulysses")),
+    ({"row": 2}, HfCase("hf-gemma2", packed=True)),
+    ({"row": 2}, HfCase("hf-mistral")),
+]
+
+
+@pytest.mark.parametrize(
+    ("degrees", "case"),
+    [
+        pytest.param(degrees, case, id=f"{label(degrees)}-{case.label}", marks=marks)
+        for degrees, case, marks in (
+            (*row, [pytest.mark.full] if i > 3 else []) for i, row in enumerate(CONTEXT_CASES)
+        )
+    ],
+)
+def test_models_over_context_windows_and_caps(
+    pool: Pool, degrees: dict[str, int], case: HfCase
+) -> None:
+    check(pool, degrees, case)
+
+
+def test_a_window_of_a_model_matters_over_context(pool: Pool) -> None:
+    batch = batch_of("hf-mistral", samples=8, packed=False)
+    wide = hf_cases.serial(HfCase("hf-mistral", changes=(("sliding_window", 8),)), batch, LR, CLIP)
+    losses = pool.on_grid({"context": 2}, hf_cases.loss_of, HfCase("hf-mistral"), batch)
+    assert abs(losses[0] - wide.losses[0]) > 1e-6 * wide.losses[0]
 
 
 def test_padding_token_gets_no_gradient(pool: Pool) -> None:
@@ -172,10 +209,24 @@ def test_attention_dropout_is_refused() -> None:
 
 
 def test_all_problems_come_at_once() -> None:
-    window = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}
-    model = qwen3(attention_dropout=0.1, attn_implementation="flex_attention", **window)
+    shape = {key: SHAPE[key] for key in SHAPE if key != "head_dim"}
+    window: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 4}
+    window["max_window_layers"] = 0
+    how: dict[str, Any] = {"attention_dropout": 0.1, "attn_implementation": "flex_attention"}
+    model = Qwen2ForCausalLM(Qwen2Config(**shape, **how, **window))
     words = ("sliding", "'flex_attention'", "attention_dropout", "context=2")
     refused(model, *words, degrees={"context": 2})
+
+
+def test_model_without_our_attention_is_refused_over_context() -> None:
+    words = ("GPT2LMHeadModel", "'gpt2'", "context=2", "llama, qwen3, mistral, gemma2", "context=1")
+    refused(gpt2(), *words, degrees={"context": 2})
+
+
+def test_angles_that_depend_on_the_batch_are_refused_over_context() -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    model = llama(rope_parameters=rope)
+    refused(model, "rope_type='dynamic'", "largest position", "context=1", degrees={"context": 2})
 
 
 def test_model_without_head_is_refused() -> None:

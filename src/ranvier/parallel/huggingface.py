@@ -11,8 +11,10 @@ in the model:
   Both are computed from the whole sequence instead.
 * Its `forward` gets the signature of our models: (tokens, targets, positions, documents) to a loss.
 
-Parameters keep their Hugging Face names. This module never imports transformers. Not supported:
-sliding windows, attention dropout, caches and generation, attention other than `sdpa` and `eager`.
+Sliding windows, soft caps and tokens that are split over context need our attention core
+(`huggingface_attention`). Parameters keep their Hugging Face names. Importing this module does not
+import transformers. Not supported: attention dropout, caches and generation, and without our core
+attention other than `sdpa` and `eager`.
 """
 
 from __future__ import annotations
@@ -30,10 +32,20 @@ from ranvier.config.plan import InnerSplit
 from ranvier.cost.layers import SequenceGatherCost
 from ranvier.errors import ShardingError
 from ranvier.grid import Grid
+from ranvier.models.document_attention import Documents, normalize_documents
+from ranvier.nn.context_documents import ContextDocuments
 from ranvier.nn.cross_entropy import CrossEntropy
+from ranvier.nn.embedding import Embedding
 from ranvier.nn.layer import LayerContext, ParallelLayer
 from ranvier.nn.linear import Conv1D
 from ranvier.nn.norm import RMSNorm
+from ranvier.parallel.huggingface_attention import (
+    ATTENTION_NAME,
+    TYPES_WITH_CORE,
+    add_attention_cores,
+    find_context_problems,
+    needs_core,
+)
 from ranvier.sharding import Dim, Sharding, ShardingTable
 
 LayerDims = dict[str, tuple[Dim, ...]]
@@ -63,7 +75,7 @@ INNER_DIMS = {
     "lm_head": "vocab",
 }
 """The inner dim of a layer in the plan, by the last part of its name."""
-TYPES_WITH_TP_PLAN = ("llama", "qwen3")
+TYPES_WITH_TP_PLAN = ("llama", "qwen3", "mistral", "gemma2")
 """Model types whose plan is sufficient; their other weights are norms and the embedding."""
 GPT2_DIMS: LayerDims = {
     "transformer.wte": ("vocab", "embed"),
@@ -78,15 +90,43 @@ GPT2_DIMS: LayerDims = {
     "lm_head": ("vocab", "embed"),
 }
 """Dims of GPT-2, which ships without a plan; its Conv1D weights are (in, out)."""
-HF_LAYERS: dict[str, Callable[..., ParallelLayer]] = {
-    "LlamaRMSNorm": RMSNorm,
-    "Qwen3RMSNorm": RMSNorm,
-    "Conv1D": Conv1D,
-}
-"""Layers of transformers and their parallel versions, by class name."""
 REMEDY = "Pass the dims of all layers to parallelize(dims={layer: dims})."
 ATTENTION_IMPLEMENTATIONS = ("sdpa", "eager")
 """Attention implementations that accept a mask for the whole sequence."""
+
+
+class ScaledEmbedding(Embedding):
+    """Embedding whose rows are multiplied by a constant, as in Gemma.
+
+    ids: `[b, s]`; y: `[b, s/row, d/col]`. Communicates: as `Embedding`.
+    """
+
+    def __init__(self, site: LayerContext, serial: torch.nn.Embedding, dims: Sequence[Dim]) -> None:
+        super().__init__(site, serial, dims)
+        self.scale = float(serial.scalar_embed_scale)  # type: ignore[arg-type]
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Looks up the rows of ids, `[b, s]`, and scales them."""
+        y = super().forward(ids)
+        # Rounded to the dtype of the weights, as in transformers.
+        return y * torch.full((), self.scale, dtype=y.dtype, device=y.device)
+
+
+def build_offset_norm(site: LayerContext, serial: Any, dims: Sequence[Dim]) -> RMSNorm:
+    """Returns the parallel version of a norm of Gemma, which adds 1 to its weight."""
+    serial.weight_offset = 1.0
+    return RMSNorm(site, serial, dims)
+
+
+HF_LAYERS: dict[str, Callable[..., ParallelLayer]] = {
+    "LlamaRMSNorm": RMSNorm,
+    "Qwen3RMSNorm": RMSNorm,
+    "MistralRMSNorm": RMSNorm,
+    "Gemma2RMSNorm": build_offset_norm,
+    "Gemma2TextScaledWordEmbedding": ScaledEmbedding,
+    "Conv1D": Conv1D,
+}
+"""Layers of transformers and their parallel versions, by class name."""
 
 
 class SequenceGatherPlaceholder(torch.nn.Module):
@@ -164,6 +204,8 @@ def adapt_model(
         names[f"{path}.entrance"] = ("embed",)
         # Modules read their number of heads from attributes; set them to this rank's numbers.
         _set_local_heads(module, sizes, ShardingTable(inner), grid)
+    if needs_core(model, grid.degrees["context"]):
+        names |= dict.fromkeys(add_attention_cores(model), ("heads",))
     model.loss = LossPlaceholder()
     names["loss"] = ("vocab",)
     _rebuild_buffers(model, device)
@@ -193,23 +235,23 @@ def _find_problems(model: Any, grid: Grid, inner: InnerSplit) -> list[str]:
             "Hugging Face attention reads the number of samples from its input, so col must split "
             "features. Use col_splits='features'."
         )
-    if grid.degrees["context"] > 1:
-        problems.append(
-            f"{name} does not support context={grid.degrees['context']}. Hugging Face attention "
-            "needs whole sequences. Use context=1 and a larger row."
-        )
+    problems += find_context_problems(model, grid.degrees["context"])
     if model.get_output_embeddings() is None:
         problems.append(
             f"{name} has no language-model head. The loss predicts the next token. "
             "Use a causal language model class (...ForCausalLM)."
         )
     windows = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
-    if windows or getattr(config, "sliding_window", None) is not None:
+    has_windows = windows or getattr(config, "sliding_window", None) is not None
+    if has_windows and config.model_type not in TYPES_WITH_CORE:
         problems.append(
-            f"{name} uses sliding-window attention. Only full causal attention is supported for "
-            "Hugging Face models. Build it with use_sliding_window=False and sliding_window=None."
+            f"{name} uses sliding-window attention. Windows are supported for "
+            f"{', '.join(TYPES_WITH_CORE)}. Build it with use_sliding_window=False and "
+            "sliding_window=None."
         )
-    if config._attn_implementation not in ATTENTION_IMPLEMENTATIONS:
+    # Our core replaces any implementation.
+    own = needs_core(model, grid.degrees["context"])
+    if not own and config._attn_implementation not in ATTENTION_IMPLEMENTATIONS:
         problems.append(
             f"{name} does not support attn_implementation={config._attn_implementation!r}. "
             "Attention must accept a mask for the whole sequence "
@@ -374,6 +416,9 @@ def _rebuild_buffers(model: Any, device: torch.device | str | None) -> None:
     for path, module in list(model.named_modules()):
         buffers = dict(module.named_buffers(recurse=False))
         if any(buffer.is_meta for buffer in buffers.values()):
+            # The parallel version of a layer does not use its buffers.
+            if type(module).__name__ in HF_LAYERS:
+                continue
             if "inv_freq" not in buffers:
                 raise ShardingError(
                     f"{path} has buffers without values: {', '.join(buffers)}. Only rotary "
@@ -393,18 +438,24 @@ def forward(
     tokens: Tensor,
     targets: Tensor | None = None,
     positions: Tensor | None = None,
-    documents: Tensor | None = None,
+    documents: Tensor | Documents | ContextDocuments | None = None,
 ) -> Tensor:
     """Returns logits `[b, s, V/(row·col)]`, or the sum of the token losses if targets are given.
 
-    All inputs: `[b, s]`. documents: tokens attend only to tokens with the same number.
-    positions: 0, 1, 2, ... by default.
+    All inputs: `[b, s/context]`. documents: tokens attend only to tokens with the same number; if
+    context splits samples, the order of their tokens. positions: 0, 1, 2, ... by default.
     Communicates: the collectives of its layers.
     """
     if positions is None:
         positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
     x = self.get_input_embeddings()(tokens)  # (b, s/row, d/col)
-    mask = _attention_mask(tokens, documents, x.dtype, self.config._attn_implementation)
+    implementation = self.config._attn_implementation
+    more: dict[str, Any] = {}
+    if implementation == ATTENTION_NAME:
+        more["documents"] = normalize_documents(documents)
+        documents = None
+    assert documents is None or isinstance(documents, Tensor), type(documents)
+    mask = _attention_mask(tokens, documents, x.dtype, implementation)
     # Pass embeddings, not tokens: GPT-2 would reshape its output to the shape of its tokens.
     out = self.base_model(
         inputs_embeds=x,
@@ -412,8 +463,12 @@ def forward(
         attention_mask=mask,
         use_cache=False,
         return_dict=True,
+        **more,
     )
     logits: Tensor = self.get_output_embeddings()(out.last_hidden_state)
+    cap = getattr(self.config, "final_logit_softcapping", None)
+    if cap:
+        logits = torch.tanh(logits / cap) * cap
     if targets is None:
         return logits
     loss: Tensor = self.loss(logits, targets)
@@ -423,13 +478,14 @@ def forward(
 def _attention_mask(
     tokens: Tensor, documents: Tensor | None, dtype: torch.dtype, implementation: str
 ) -> Tensor:
-    """Returns a mask `[b or 1, 1, s, s]` of the whole sequence, or an empty one for causal SDPA.
+    """Returns a mask `[b or 1, 1, s, s]` of the whole sequence, or an empty one if none is needed:
+    for causal SDPA, and for our attention core.
 
     The body forwards any 4-D mask unchanged. Without a mask it creates one itself, with the length
     of its input (a part of the sequence) and, where positions restart, with document boundaries
     that are not wanted. An empty mask prevents that; `_gather_input` replaces it by None.
     """
-    if documents is None and implementation == "sdpa":
+    if documents is None and implementation in ("sdpa", ATTENTION_NAME):
         return torch.empty(0, 0, 0, 0, device=tokens.device)
     seq = tokens.shape[1]
     seen = torch.ones(1, seq, seq, dtype=torch.bool, device=tokens.device).tril()
