@@ -97,10 +97,6 @@ def test_ulysses_splits_the_heads_of_a_rank() -> None:
     Plan(context=4, row=2, context_attention="ulysses").check_and_resolve(sizes, 8)
 
 
-def test_compiled_blocks_have_no_attention_over_context() -> None:
-    assert only(Plan(context=2, compile="on"), 2).startswith("compile='on' with context=2.")
-
-
 @pytest.mark.parametrize("size", [0, -2])
 def test_degree_below_one(size: int) -> None:
     text = only(Plan(row=size), 4)

@@ -28,11 +28,13 @@ from ranvier.config.plan import Plan
 from ranvier.data.batch import Batch
 from ranvier.grid import Grid
 from ranvier.models import AdapterConfig, DecoderConfig, build_decoder
+from ranvier.nn.context_documents import ContextDocuments
+from ranvier.nn.context_graph import BlockAttention
 from ranvier.optim.optimizer import Optimizer
 from ranvier.parallel.parallel_model import ParallelModel, get_parallel_model
 from ranvier.parallel.parallelize import parallelize
 from ranvier.sharding import ShardedStateDict
-from ranvier.trace import communication_events, diff_events
+from ranvier.trace import Event, communication_events, diff_events
 from ranvier.train.step import forward_backward
 
 ONE_PASS, STEPS = 1e-12, 1e-9
@@ -54,6 +56,7 @@ class Case:
     micro_batches: int = 1
     layers: int = LAYERS
     lora: AdapterConfig = PLAIN
+    context_attention: str = "auto"
 
     @property
     def graphs(self) -> int:
@@ -73,6 +76,7 @@ class Case:
             col_splits=self.inner,  # type: ignore[arg-type]
             recompute=self.recompute,  # type: ignore[arg-type]
             compile="on" if compiled else "off",
+            context_attention=self.context_attention,  # type: ignore[arg-type]
         ).with_degrees(grid.degrees)
         model = compile_with(parallelize(model, grid, plan), compiled)
         parallel = get_parallel_model(model)
@@ -171,12 +175,20 @@ CASES: list[tuple[dict[str, int], Case]] = [
     ({"row": 2, "col": 2}, Case(recompute="selective", packed=True)),
     ({"row": 2, "col": 2}, Case(inner="features", recompute="full", collectives="save", layers=1)),
     ({"depth": 2, "data": 2}, Case(packed=True, dropout=0.1, layers=1)),
+    ({"context": 2}, Case(packed=True, context_attention="kv_gather")),
+    ({"context": 2}, Case(packed=True, recompute="full", dropout=0.1, context_attention="ring")),
+    ({"context": 2, "row": 2}, Case(packed=True, recompute="selective", layers=2)),
+    (
+        {"context": 2, "col": 2},
+        Case(packed=True, recompute="full", layers=2, context_attention="ulysses"),
+    ),
 ]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.function is test_compiled_blocks_equal_eager_ones:
         names = ["one", "col", "adapters", "samples", "features", "depth"]
+        names += ["kv_gather", "ring", "context and row", "ulysses"]
         count = len(CASES) if metafunc.config.getoption("--full") else 1
         metafunc.parametrize(("degrees", "case"), CASES[:count], ids=names[:count])
 
@@ -222,6 +234,64 @@ def test_a_graph_counts_its_events_under_the_name_of_each_block(pool: Pool) -> N
         for lines, times in found:
             assert lines == again
             assert times and not any(times)
+
+
+def traced_over_context(grid: Grid, case: Case) -> tuple[list[list[str]], int]:
+    """How the communication of attention differs from the prediction for the documents of each of
+    two steps, and how much is kept for backward at the end."""
+    fresh()
+    model = case.on(grid, "aot_eager")
+    lines, kept = [], 0
+    for batch in batches(packed=True):
+        (micro,) = case.micros(grid, batch)
+        assert isinstance(micro.documents, ContextDocuments)
+        orders = [micro.documents.orders]
+        expected = model.parallel.events(flow_of(batch, grid, 1), token_orders=orders)
+        with grid.trace.record_events() as events:
+            forward_backward(model, [micro])
+        lines.append(diff_events(_of_attention(expected), _of_attention(events)))
+        for block in model.parallel.blocks:
+            kept += len(BlockAttention.of_block(micro.documents, block, {}).saved)
+    return lines, kept
+
+
+def _of_attention(events: list[Event]) -> list[Event]:
+    return [event for event in events if event.where.endswith("attention.core")]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("method", ["kv_gather", "ring", "ulysses"])
+def test_a_graph_records_what_attention_communicates_for_its_documents(
+    pool: Pool, method: str
+) -> None:
+    case = Case(packed=True, layers=2, context_attention=method)
+    for found in pool.on_grid({"context": 2}, traced_over_context, case):
+        assert found == ([[], []], 0)
+
+
+def one_operation(grid: Grid, method: str) -> list[bool]:
+    """Whether attention as one operation has the bits of the layer: output and gradients."""
+    model = Case(layers=1, context_attention=method).on(grid, "")
+    core = model.blocks[0].attention.core
+    (micro,) = Case().micros(grid, batches(packed=True)[0])
+    assert isinstance(micro.documents, ContextDocuments)
+    block = BlockAttention.of_block(micro.documents, "blocks.0", {core.local_name: core})
+    generator = torch.Generator().manual_seed(grid.rank)
+    results = []
+    for documents in (micro.documents, block):
+        generator.manual_seed(grid.rank)
+        shapes = [(*micro.tokens.shape, heads, 4) for heads in (8, 2, 2)]
+        inputs = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+        y = core(*inputs, micro.positions, documents)
+        y.sin().sum().backward()
+        results.append([y.detach(), *(x.grad for x in inputs)])
+    return [torch.equal(a, b) for a, b in zip(*results, strict=True)]
+
+
+@pytest.mark.parametrize("method", ["kv_gather", "ring", "ulysses"])
+def test_attention_over_context_is_one_operation(pool: Pool, method: str) -> None:
+    for found in pool.on_grid({"context": 2}, one_operation, method):
+        assert found == [True] * 4
 
 
 class Counted(TorchDispatchMode):
@@ -344,3 +414,26 @@ def machine_code(grid: Grid) -> list[str]:
 )
 def test_blocks_compile_to_machine_code(pool: Pool) -> None:
     assert pool.on_grid({}, machine_code) == [[]]
+
+
+def machine_code_over_context(grid: Grid) -> list[str]:
+    """What is other in machine code: losses and gradients of two batches with other documents."""
+    fresh()
+    results = []
+    for backend in ("", "inductor"):
+        model = Case(packed=True, layers=2).on(grid, backend)
+        losses = list[Tensor]()
+        for batch in batches(packed=True):
+            losses.append(forward_backward(model, Case().micros(grid, batch)))
+            grads = copied(gradients(model.parallel))
+        results.append({"losses": torch.stack(losses)} | {n: x for n, (x, _) in grads.items()})
+    want, have = results
+    return [line for name, x in want.items() for line in worst(name, have[name], x, ONE_PASS, 1.0)]
+
+
+@pytest.mark.full
+@pytest.mark.skipif(
+    not shutil.which("g++") and not shutil.which("clang++"), reason="no C++ compiler"
+)
+def test_blocks_over_context_compile_to_machine_code(pool: Pool) -> None:
+    assert pool.on_grid({"context": 2}, machine_code_over_context) == [[], []]

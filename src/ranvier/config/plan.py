@@ -129,8 +129,7 @@ class Plan:
     """Compile each block with torch.compile: on, off or auto. Equal blocks share one graph without
     graph breaks; with expert > 1 a graph ends at the experts of its block. auto compiles on CUDA
     with Triton if context, depth, row and col are 1, because a graph does not overlap their
-    communication; context above 1 is not supported.
-    The first run takes longer to start; later runs use the compile cache."""
+    communication. The first run takes longer to start; later runs use the compile cache."""
     cuda_graph: bool = False
     """Replay the whole step as one CUDA graph, for models so small that kernel launches dominate.
     Requires one rank and data.document_mask=False."""
@@ -291,11 +290,6 @@ class Plan:
             yield (
                 f"cuda_graph=True on {self.world_size} ranks. CUDA graphs support only one rank. "
                 "Use cuda_graph=False or one rank."
-            )
-        if self.compile == "on" and self.context > 1:
-            yield (
-                f"compile='on' with context={self.context}. Attention over context is not part of "
-                "a compiled block. Use compile='off'."
             )
         yield from self._batch_problems()
         yield from self._sample_problems(sizes)

@@ -111,7 +111,8 @@ def checkpoint_block(
     # In a graph the compiler recomputes, so it needs a policy per operation; in eager mode
     # `_SaveOpsMode` and the saved results do this. No RNG state is preserved, as random masks are
     # functions of the sample index (`counter_rng`).
-    if compiling and (selective or keeping.saves_all_layers or NEEDS_OP_TAGS):
+    saves_some = selective or keeping.saves_all_layers or keeping.saves_attention
+    if compiling and (saves_some or NEEDS_OP_TAGS):
         contexts = partial(
             _checkpoint_contexts, selective, keeping.saves_all_layers, keeping.gather_group
         )
@@ -160,7 +161,8 @@ def _checkpoint_contexts(selective: bool, collectives: bool, depth: str) -> Any:
     def policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         nonlocal group
         name = _op_name(operation)
-        saved = selective and is_saved_op(operation)
+        # Attention over context is most of a step at long sequences.
+        saved = name == "ranvier::attend_over_context" or (selective and is_saved_op(operation))
         if collectives and name == "_c10d_functional::wait_tensor":
             # Weights gathered over depth are not saved, as that would undo their sharding.
             saved = group != depth

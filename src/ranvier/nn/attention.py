@@ -19,8 +19,15 @@ from ranvier.comm.autograd import local_slice
 from ranvier.cost.context_attention import KeyShape, build_layout, choose_method
 from ranvier.cost.layers import AttentionCost
 from ranvier.errors import ShardingError
-from ranvier.nn.context_attention import AxisExchange, build_context_attention
+from ranvier.nn.context_attention import (
+    AxisExchange,
+    KVGather,
+    Ring,
+    Ulysses,
+    build_context_attention,
+)
 from ranvier.nn.context_documents import ContextDocuments
+from ranvier.nn.context_graph import BlockAttention, attend_over_context
 from ranvier.nn.example import LayerExample
 from ranvier.nn.layer import LayerContext, ParallelLayer
 from ranvier.sharding import Dim
@@ -30,7 +37,8 @@ class AttentionCore(ParallelLayer):
     """Causal attention for the heads, samples and tokens of this rank.
 
     q, y: `[b/col, s/context, h/row, k]`; k, v: `[b/col, s/context, g/row, k]`; angles: rotary
-    angles or positions; documents: `[b, s]`, None, or `ContextDocuments`.
+    angles or positions; documents: `[b, s]`, None, `ContextDocuments`, or `BlockAttention` in a
+    compiled graph.
     Communicates: keys and values over context, as `nn.context_attention` describes.
 
     Args:
@@ -70,9 +78,14 @@ class AttentionCore(ParallelLayer):
         """Computes attention. documents: ids, or `Documents`, of which a token range is used."""
         tokens = q.shape[0] * q.shape[1]
         angles = self._local_samples(angles, tokens)
+        core: Any = self.serial
+        if isinstance(documents, BlockAttention):
+            q, k = core.rotate(q, k, angles)
+            found: Tensor = attend_over_context(q, k, v, documents.number, self.local_name)[0]
+            return found.flatten(2)
         documents = self._local_samples(documents, tokens)
         if self.context_axis.size == 1:
-            out: Tensor = self.serial(q, k, v, angles, documents)
+            out: Tensor = core(q, k, v, angles, documents)
             return out
         if not isinstance(documents, ContextDocuments):
             raise ShardingError(
@@ -80,14 +93,48 @@ class AttentionCore(ParallelLayer):
                 f"context={self.context_axis.size}. The batch must be split over context, which "
                 "only training does. Use `ranvier train`, or `Batch.split_micro_batches`."
             )
-        core: Any = self.serial
         q, k = core.rotate(q, k, angles)
-        return self._attend_over_context(q, k, v, documents).flatten(2)
+        how = self._context_attention(q, k, documents)
+        with self.trace_scope():
+            exchange = AxisExchange(self.context_axis)
+            return how.attend(q, k, v, exchange, core.cap, self._run_once).flatten(2)
 
-    def _attend_over_context(
+    def forward_rows(
         self, q: Tensor, k: Tensor, v: Tensor, documents: ContextDocuments
-    ) -> Tensor:
-        """Returns attention to the tokens of all ranks of context, `[b/col, s/context, h, k]`."""
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Returns attention `[b/col, s/context, h, k]` outside of autograd, and what else
+        `backward_rows` needs."""
+        core: Any = self.serial
+        how = self._context_attention(q, k, self._local_samples(documents, q.shape[0] * q.shape[1]))
+        q_rows, k_rows, v_rows = (x.flatten(0, 1) for x in (q, k, v))
+        y, saved = how.forward_rows(q_rows, k_rows, v_rows, self._graph_exchange(), core.cap)
+        return y.view(q.shape), saved
+
+    def backward_rows(
+        self,
+        dy: Tensor,
+        inputs: tuple[Tensor, Tensor, Tensor],
+        y: Tensor,
+        saved: tuple[Tensor, ...],
+        documents: ContextDocuments,
+    ) -> tuple[Tensor, ...]:
+        """Returns the gradients of the inputs q, k and v of `forward_rows`, whose output is y."""
+        core: Any = self.serial
+        q, k, _ = inputs
+        how = self._context_attention(q, k, self._local_samples(documents, q.shape[0] * q.shape[1]))
+        q_rows, k_rows, v_rows = (x.flatten(0, 1) for x in inputs)
+        rows = (dy.flatten(0, 1), q_rows, k_rows, v_rows, y.flatten(0, 1))
+        grads = how.backward_rows(*rows, saved, self._graph_exchange(), core.cap)
+        return tuple(x.unflatten(0, q.shape[:2]) for x in grads)
+
+    def _graph_exchange(self) -> AxisExchange:
+        """Returns the communication of a graph, whose events have the name of this layer."""
+        return AxisExchange(self.context_axis, self.site.name)
+
+    def _context_attention(
+        self, q: Tensor, k: Tensor, documents: ContextDocuments
+    ) -> KVGather | Ring | Ulysses:
+        """Returns the attention to the tokens of all ranks of context, for these documents."""
         core: Any = self.serial
         site = self.site
         shape = KeyShape(q.shape[2], k.shape[2], q.shape[3], q.element_size(), 0)
@@ -97,7 +144,7 @@ class AttentionCore(ParallelLayer):
             ("method", shape, window),
             lambda: choose_method(site.context_attention, documents.orders, shape, window),
         )
-        how = documents.get_or_build(
+        return documents.get_or_build(
             ("attention", method, window, overlap),
             lambda: build_context_attention(
                 build_layout(method, documents.orders, documents.index, window),
@@ -105,8 +152,6 @@ class AttentionCore(ParallelLayer):
                 overlap,
             ),
         )
-        with self.trace_scope():
-            return how.attend(q, k, v, AxisExchange(self.context_axis), core.cap, self._run_once)
 
     def _run_once(self, work: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         """Runs attention; the recomputation of a block gets the saved result."""

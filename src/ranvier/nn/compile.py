@@ -7,7 +7,8 @@ the block at every call (without recomputed communication).
 
 Blocks that dispatch tokens to experts of other ranks are an exception, as the host must know the
 number of tokens. The part before the experts is a graph, and the experts run eagerly; with
-activation checkpointing the whole block runs eagerly.
+activation checkpointing the whole block runs eagerly. Attention over context is one operation of a
+graph (`nn.context_graph`), which records its communication when it runs.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ from torch import Tensor
 
 from ranvier.config.plan import Recompute
 from ranvier.nn.activation_checkpoint import checkpoint_block
+from ranvier.nn.attention import AttentionCore
+from ranvier.nn.context_documents import ContextDocuments
+from ranvier.nn.context_graph import BlockAttention
 from ranvier.nn.layer import StepContext
 from ranvier.trace import Event, Trace
 
@@ -152,6 +156,8 @@ class CompiledBlocks:
         *args: Any,
     ) -> Any:
         """Calls the graph and adds its communication to the trace."""
+        layers = _context_layers(block)
+        args = tuple(_as_graph_input(arg, name, layers) for arg in args)
         if key in self.graph_events and not self.trace.enabled:
             return self.compiled_function(*how, self.step_context, block, *args)
         where = self.trace.where
@@ -165,10 +171,31 @@ class CompiledBlocks:
             # Tracing may have stopped inside a scope; restore the scopes of the caller.
             self.trace.where = where
             del self.trace.outer_scopes[depth:]
-        events = self.graph_events.setdefault(key, list(noted))
+        # Attention over context records its events in each call, under its full name.
+        scopes = {layer.site.name for layer in layers.values()}
+        own = [event for event in noted if event.where in scopes]
+        traced = [event for event in noted if event.where not in scopes]
+        events = self.graph_events.setdefault(key, traced)
         if self.trace.enabled:
+            self.trace.events += own
             self.trace.events += [replace(e, where=f"{name}.{e.where}") for e in events]
         return out
+
+
+def _context_layers(block: torch.nn.Module) -> dict[str, AttentionCore]:
+    """Returns the layers of a block that attend over context, by their names in the block."""
+    return {
+        layer.local_name: layer
+        for layer in block.modules()
+        if isinstance(layer, AttentionCore) and layer.context_axis.size > 1
+    }
+
+
+def _as_graph_input(arg: Any, block: str, layers: dict[str, AttentionCore]) -> Any:
+    """Returns an argument of a block as its graph needs it."""
+    if isinstance(arg, ContextDocuments) and layers:
+        return BlockAttention.of_block(arg, block, layers)
+    return arg
 
 
 def _mark_tokens_dynamic(args: tuple[Any, ...]) -> None:

@@ -144,11 +144,57 @@ class _Started:
         return self.pending.wait()
 
 
+class RowAttention:
+    """Attention of rows outside of autograd, for one operation of a compiled graph."""
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, exchange: Exchange, cap: float
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the output `[T, h, k]`, and log-sum-exps `[h, T]`."""
+        raise NotImplementedError
+
+    def backward(
+        self,
+        dy: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        exchange: Exchange,
+        cap: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the gradients of q, k and v."""
+        raise NotImplementedError
+
+    def forward_rows(
+        self, q: Tensor, k: Tensor, v: Tensor, exchange: Exchange, cap: float
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Returns the output of rows `[T, h, k]`, and what else `backward_rows` needs."""
+        o, lse = self.forward(q, k, v, exchange, cap)
+        return o, (lse,)
+
+    def backward_rows(
+        self,
+        dy: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        y: Tensor,
+        saved: tuple[Tensor, ...],
+        exchange: Exchange,
+        cap: float,
+    ) -> tuple[Tensor, ...]:
+        """Returns the gradients of q, k and v. y: the output."""
+        (lse,) = saved
+        return self.backward(dy, q, k, v, y, lse, exchange, cap)
+
+
 # ---- kv_gather --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
-class KVGather:
+class KVGather(RowAttention):
     """Attention of a rank that gets the keys its queries see.
 
     q, y: `[b, s/context, h, k]`; k, v: `[b, s/context, g, k]`.
@@ -370,7 +416,7 @@ def _copy_to_device(rows: np.ndarray, device: torch.device) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Ring:
+class Ring(RowAttention):
     """Attention of a rank to blocks of keys that travel around both ways.
 
     q, y: `[b, s/context, h, k]`; k, v: `[b, s/context, g, k]`.
@@ -600,11 +646,41 @@ class Ulysses:
         samples = q.shape[0]
         flat = (x.flatten(0, 1) for x in (q, k, v))  # (b·t, h, k)
         inside = _apply(_SwapHeadsIn, *flat, self, exchange, run_once)
-        heads = (q.shape[2] // near, *[max(k.shape[2], near) // near] * 2)
-        some, keys, values = (x.unflatten(0, (samples, -1)) for x in inside.split(heads, 1))
+        parts = inside.split(self.heads_inside((q.shape[2], k.shape[2], k.shape[2])), 1)
+        some, keys, values = (x.unflatten(0, (samples, -1)) for x in parts)
         y = self.far.attend(some, keys, values, far_exchange or exchange, cap, run_once)
         out = _apply(_SwapHeadsOut, y.flatten(0, 1), self, exchange, run_once)
         return out.view(q.shape)
+
+    def forward_rows(
+        self, q: Tensor, k: Tensor, v: Tensor, exchange: Exchange, cap: float
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Returns the output of rows `[T, h, k]`, and what else `backward_rows` needs."""
+        heads = [x.shape[1] for x in (q, k, v)]
+        check_ulysses_heads(heads[0], heads[1], self.layout.near)
+        rows = self.swap_heads_in(q, k, v, exchange)
+        some, keys, values = rows.split(self.heads_inside(heads), 1)
+        y, saved = self.far.forward_rows(some, keys, values, exchange, cap)
+        return self.swap_heads_out(y, exchange), (rows, y, *saved)
+
+    def backward_rows(
+        self,
+        dy: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        y: Tensor,
+        saved: tuple[Tensor, ...],
+        exchange: Exchange,
+        cap: float,
+    ) -> tuple[Tensor, ...]:
+        """Returns the gradients of q, k and v. y: the output."""
+        heads = [x.shape[1] for x in (q, k, v)]
+        rows, inside, *rest = saved
+        some, keys, values = rows.split(self.heads_inside(heads), 1)
+        dy = self.send_gradient(dy, exchange)
+        grads = self.far.backward_rows(dy, some, keys, values, inside, tuple(rest), exchange, cap)
+        return self.return_gradients(torch.cat(grads, 1), heads, exchange)
 
     @cached_property
     def far(self) -> KVGather | Ring:
@@ -637,6 +713,32 @@ class Ulysses:
         rows = x.index_select(0, self.rows_on(x.device)[1])
         return self.exchange_rows(rows.unflatten(0, (self.layout.near, -1)), exchange)
 
+    def heads_inside(self, heads: Sequence[int]) -> list[int]:
+        """Returns the numbers of heads of q, k and v inside, of those of this rank."""
+        near = self.layout.near
+        return [max(count, near) // near for count in heads]
+
+    def swap_heads_in(self, q: Tensor, k: Tensor, v: Tensor, exchange: Exchange) -> Tensor:
+        """Returns rows inside with query, key and value heads, of rows `[T, n, k]`."""
+        parts = torch.cat([_split_heads(x, self.layout.near) for x in (q, k, v)], 2)
+        return self.send_to_heads(parts, exchange)
+
+    def return_gradients(
+        self, grad: Tensor, heads: Sequence[int], exchange: Exchange
+    ) -> tuple[Tensor, ...]:
+        """Returns the gradients of q, k and v, of those of `swap_heads_in`."""
+        parts = self.send_to_tokens(grad, exchange).split(self.heads_inside(heads), 2)
+        return tuple(_join_heads(part, count) for part, count in zip(parts, heads, strict=True))
+
+    def swap_heads_out(self, y: Tensor, exchange: Exchange) -> Tensor:
+        """Returns rows of this rank with all heads, of rows inside."""
+        return _join_heads(self.send_to_tokens(y, exchange), y.shape[1] * self.layout.near)
+
+    def send_gradient(self, dy: Tensor, exchange: Exchange) -> Tensor:
+        """Returns the gradient of rows inside, of that of `swap_heads_out`."""
+        parts = _split_heads(dy, self.layout.near)
+        return self.send_to_heads(parts.contiguous(), exchange)
+
 
 def _split_heads(x: Tensor, near: int) -> Tensor:
     """Returns `[near, T, n/near, k]` of `[T, n, k]`; with fewer heads than parts, copies."""
@@ -668,26 +770,14 @@ class _SwapHeadsIn(torch.autograd.Function):
         exchange: Exchange,
         run_once: RunOnce,
     ) -> Tensor:
-        near = how.layout.near
         ctx.how = how
         ctx.exchange = exchange
         ctx.heads = [x.shape[1] for x in (q, k, v)]
-
-        def work() -> tuple[Tensor, ...]:
-            parts = torch.cat([_split_heads(x, near) for x in (q, k, v)], 2)
-            return (how.send_to_heads(parts, exchange),)
-
-        return run_once(work)[0]
+        return run_once(lambda: (how.swap_heads_in(q, k, v, exchange),))[0]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        near = ctx.how.layout.near
-        parts = ctx.how.send_to_tokens(grad, ctx.exchange)
-        sizes = [max(heads, near) // near for heads in ctx.heads]
-        grads = (
-            _join_heads(part, heads)
-            for part, heads in zip(parts.split(sizes, 2), ctx.heads, strict=True)
-        )
+        grads = ctx.how.return_gradients(grad, ctx.heads, ctx.exchange)
         return *grads, None, None, None
 
 
@@ -698,36 +788,14 @@ class _SwapHeadsOut(torch.autograd.Function):
     def forward(ctx: Any, y: Tensor, how: Ulysses, exchange: Exchange, run_once: RunOnce) -> Tensor:
         ctx.how = how
         ctx.exchange = exchange
-        heads = y.shape[1] * how.layout.near
-        return run_once(lambda: (_join_heads(how.send_to_tokens(y, exchange), heads),))[0]
+        return run_once(lambda: (how.swap_heads_out(y, exchange),))[0]
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        parts = _split_heads(dy, ctx.how.layout.near)
-        return ctx.how.send_to_heads(parts.contiguous(), ctx.exchange), None, None, None
+        return ctx.how.send_gradient(dy, ctx.exchange), None, None, None
 
 
 # ---- autograd ---------------------------------------------------------------------------
-
-
-class _Core(Protocol):
-    """Attention over context with an explicit backward pass."""
-
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, exchange: Exchange, cap: float
-    ) -> tuple[Tensor, Tensor]: ...
-
-    def backward(
-        self,
-        dy: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        o: Tensor,
-        lse: Tensor,
-        exchange: Exchange,
-        cap: float,
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
 class _CoreFunction(torch.autograd.Function):
@@ -739,7 +807,7 @@ class _CoreFunction(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        core: _Core,
+        core: RowAttention,
         exchange: Exchange,
         cap: float,
         run_once: RunOnce,
@@ -761,7 +829,7 @@ def _apply_core(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    core: _Core,
+    core: RowAttention,
     exchange: Exchange,
     cap: float,
     run_once: RunOnce,
