@@ -10,6 +10,7 @@ import pytest
 import torch
 from lightning_fabric import Fabric
 from lightning_fabric.plugins.environments import LightningEnvironment
+from torch import Tensor
 
 from loops import BATCH, accelerate_loop, adamw_of, fabric_loop, loader_of, model_of
 from pool import Pool
@@ -24,6 +25,7 @@ from ranvier.integrations.training_loop import (
     put_on_grid,
 )
 from states import assemble
+from use_models import tokens
 
 GRIDS = [{"row": 2, "col": 2}, {"data": 2, "depth": 2}]
 LIMIT = {"gpt2": 1e-9, "decoder": 1e-9, "llama": 1e-4}
@@ -99,6 +101,44 @@ def test_a_loop_of_fabric_learns_the_same(pool: Pool, kind: str, tmp_path: Path)
         for name, x in assemble(one["model"] for one in states).items():
             whole = want["model"][name].reshape(x.shape)  # q, k and v of GPT-2 are apart
             assert float((x - whole).abs().max()) <= limit * float(whole.abs().max()), name
+
+
+@pytest.mark.parametrize(
+    ("kind", "degrees"),
+    [
+        ("decoder", {"context": 2}),
+        pytest.param("decoder", {"context": 2, "col": 2}, marks=pytest.mark.full),
+        pytest.param("llama", {"context": 2, "row": 2}, marks=pytest.mark.full),
+    ],
+)
+def test_a_loop_over_context_learns_the_same(
+    pool: Pool, kind: str, degrees: dict[str, int]
+) -> None:
+    want = alone(kind)
+    for one in pool.on_grid(degrees, on_fabric, kind, "", ""):
+        assert one["losses"] == pytest.approx(want["losses"], rel=LIMIT[kind])
+        assert one["norms"] == pytest.approx(want["norms"], rel=LIMIT[kind])
+
+
+def logits_over_context(grid: Grid, masks: Tensor) -> list[Tensor]:
+    """Logits of texts with padding at the start or end, and their loss, without gradients."""
+    model = put_on_grid(model_of("llama"), grid, device="cpu").eval()
+    ids = tokens(len(masks), masks.shape[1], seed=5)
+    with torch.no_grad():
+        out = model(ids, attention_mask=masks, labels=ids.masked_fill(masks == 0, -100))
+    return [out.loss, *(row[mask != 0] for row, mask in zip(out.logits, masks, strict=True))]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("degrees", [{"context": 2}, {"context": 2, "row": 2}, {"context": 4}])
+def test_logits_over_context_return_in_order(pool: Pool, degrees: dict[str, int]) -> None:
+    masks = torch.ones(3, 9, dtype=torch.int64)
+    masks[1, 6:] = 0
+    masks[2, :4] = 0
+    want = logits_over_context(Grid({}), masks)
+    for found in pool.on_grid(degrees, logits_over_context, masks):
+        for have, one in zip(found, want, strict=True):
+            assert torch.allclose(have, one, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.full

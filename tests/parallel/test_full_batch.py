@@ -18,7 +18,7 @@ from ranvier import Grid, call_on_full_batch, parallelize
 from ranvier.config.plan import Plan
 from ranvier.data.batch import Batch
 from ranvier.errors import DataError, PlanError, ShardingError
-from ranvier.models import EXAMPLES
+from ranvier.models import EXAMPLES, Decoder, DecoderConfig
 from ranvier.models.decoder import CrossEntropy
 from ranvier.optim.optimizer import Optimizer
 from ranvier.train.step import forward_backward
@@ -244,6 +244,8 @@ GRIDS: list[tuple[dict[str, int], str]] = [
     ({"row": 2, "col": 2}, "features"),
 ]
 MORE: list[tuple[dict[str, int], str]] = [
+    ({"context": 2}, "samples"),
+    ({"context": 2, "row": 2}, "features"),
     ({"data": 2}, "samples"),
     ({"row": 4}, "samples"),
     ({"col": 4}, "features"),
@@ -264,7 +266,8 @@ MORE: list[tuple[dict[str, int], str]] = [
 def test_a_loop_of_ones_own_learns_the_same_on_any_grid(
     pool: Pool, degrees: dict[str, int], inner: str
 ) -> None:
-    kinds = [kind for kind in CASES if kind != "attention" or degrees.get("col", 1) < 4]
+    own = degrees.get("col", 1) < 4 and degrees.get("context", 1) == 1
+    kinds = [kind for kind in CASES if kind != "attention" or own]
     ranks = pool.on_grid(degrees, loop, kinds, inner)
     for kind in kinds:
         assert differences(alone(kind), [found[kind] for found in ranks]) == [], kind
@@ -300,6 +303,78 @@ def test_dropout_is_the_same_on_any_grid(pool: Pool) -> None:
     for found in pool.on_grid({"depth": 2, "row": 2}, drop):
         for have, one in zip(found, want, strict=True):
             assert worst("output", have, one, ONE_PASS) == []
+
+
+# ---- context ------------------------------------------------------------------------------------
+
+
+class Surprise(nn.Module):
+    """A decoder that returns the loss of each token, and its logits."""
+
+    output_dims = {"losses": ("batch", "seq"), "logits": ("batch", "seq", "vocab")}
+
+    def __init__(self) -> None:
+        super().__init__()
+        shape = {"embed": EMBED, "heads": 4, "kv_heads": 2, "head_dim": 4, "mlp": MLP}
+        config = DecoderConfig(**shape, layers=2, vocab=VOCAB, sliding_window=3, dropout=0.2)  # type: ignore[arg-type]
+        self.decoder = Decoder(config)
+        self.sizes = self.decoder.sizes
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor | None = None, documents: Any = None
+    ) -> dict[str, Tensor]:
+        logits = self.decoder(tokens, positions=positions, documents=documents)
+        return {"logits": logits, "losses": (logits.square().mean(-1) + tokens / 7)}
+
+
+def packed_ids() -> Tensor:
+    """Documents of odd lengths, other ones in each sample."""
+    cuts = [(1, 2, 5), (8,), (3, 5), (7, 1), (5, 3)]
+    return torch.stack([torch.arange(len(n)).repeat_interleave(torch.tensor(n)) for n in cuts])
+
+
+def surprise(grid: Grid, packed: bool, order: str) -> tuple[list[Tensor], dict[str, Any]]:
+    """Outputs of two batches, and gradients; a batch of 5 is filled up on most grids."""
+    torch.manual_seed(1)
+    plan = Plan(context_order=order).with_degrees(grid.degrees)  # type: ignore[arg-type]
+    model = parallelize(Surprise().double(), grid, plan).train()
+    more: dict[str, Tensor] = {}
+    if packed:
+        more = {"documents": packed_ids(), "positions": tokens(2, 5) % 8}
+    found = []
+    for seed in (3, 4):
+        y = call_on_full_batch(model, tokens(seed, 5), **more)
+        (close_to(y["logits"]) + close_to(y["losses"])).backward()
+        found += [y["logits"].detach(), y["losses"].detach()]
+    return found, gradients(model.parallel)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "packed", "order"),
+    [
+        ({"context": 2}, True, "zigzag"),
+        pytest.param({"context": 2}, False, "balanced", marks=pytest.mark.full),
+        pytest.param({"context": 4}, True, "balanced", marks=pytest.mark.full),
+        pytest.param({"context": 2, "data": 2}, True, "balanced", marks=pytest.mark.full),
+    ],
+)
+def test_outputs_over_context_return_in_window_order(
+    pool: Pool, degrees: dict[str, int], packed: bool, order: str
+) -> None:
+    want, grads = surprise(Grid({}), packed, order)
+    assert len(want) == 4
+    results = pool.on_grid(degrees, surprise, packed, order)
+    for found, _ in results:
+        for have, one in zip(found, want, strict=True):
+            assert worst("output", have, one, ONE_PASS) == []
+    whole = assemble(part for _, part in results)
+    for name, (grad, _) in grads.items():
+        assert worst(name, whole[name], grad, ONE_PASS) == []
+
+
+def test_attention_in_the_models_own_code_is_refused_over_context() -> None:
+    with pytest.raises(ShardingError, match=r"has heads \(q.weight\), but no attention core"):
+        parallelize(Attending(), Grid({"context": 2}))
 
 
 # ---- debug mode ---------------------------------------------------------------------------------

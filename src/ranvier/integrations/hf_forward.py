@@ -32,6 +32,7 @@ from ranvier.infer.logprobs import (
     round_up_batch,
 )
 from ranvier.nn.cross_entropy import IGNORE_INDEX
+from ranvier.parallel.context_inputs import restore_window_order, split_over_context
 from ranvier.parallel.parallel_model import ParallelModel, get_parallel_model
 from ranvier.pipeline.step import MicroBatch
 from ranvier.sharding import REPLICA_AXES
@@ -111,10 +112,11 @@ def compute_mean_loss(
     Communicates: as the model; two numbers over the axes of tokens.
     """
     parallel = get_parallel_model(model)
-    mine = local_slice(inputs["targets"], batch_axis(parallel), 0)
+    local, _ = split_over_context(inputs, parallel)
+    mine = local_slice(local["targets"], batch_axis(parallel), 0)
     count = collectives.all_reduce((mine != IGNORE_INDEX).sum(), parallel.token_axis).wait()
     parallel.step_context.samples = samples
-    loss: Tensor = model(**inputs)
+    loss: Tensor = model(**local)
     # A batch without any target has loss 0, not NaN.
     return reduce_from_axis(loss, parallel.token_axis) / count.clamp(min=1).to(loss.dtype)
 
@@ -132,13 +134,19 @@ def compute_logits(
     runtime = parallel.pipeline.executor
     words = parallel.sizes["vocab"]
     parallel.step_context.samples = samples
+    local, documents = split_over_context(inputs, parallel)
+
+    def gather(y: Tensor) -> Tensor:
+        y = restore_window_order(_gather_logits(y, parallel), documents)
+        return y[: shape[0], : shape[1], :words]
+
     if grid.degrees["pipe"] == 1:
-        y = _gather_logits(model(**inputs), parallel)[: shape[0], : shape[1], :words]
+        y = gather(model(**local))
         return scale_gradient(y, 1.0 / grid.axis(*REPLICA_AXES).size)
     with torch.no_grad():
-        found = runtime.run_forward([MicroBatch(dict(inputs), samples)])
+        found = runtime.run_forward([MicroBatch(local, samples)])
         if found:
-            y = _gather_logits(found[0], parallel)[: shape[0], : shape[1], :words]
+            y = gather(found[0])
         # Another stage has the logits; this tensor receives the broadcast.
         else:
             dtype = parallel.bucket_scheduler.buckets[0].data.dtype
@@ -152,7 +160,10 @@ def compute_logits(
 
 
 def _gather_logits(y: Tensor, parallel: ParallelModel) -> Tensor:
-    """Returns all logits of this coordinate, from my part of samples, tokens and vocabulary."""
+    """Returns all logits of this coordinate, from my part of samples, tokens and vocabulary.
+
+    Tokens are in the order of the ranks of context.
+    """
     region = parallel.table.activation_rule("vocab")
     grid = parallel.grid
     # Vocabulary shards are padded first, because a gather needs equal parts.

@@ -48,6 +48,7 @@ from ranvier.integrations.hf_forward import (
 from ranvier.launch.external_launch import AxisSizes, resolve_axes
 from ranvier.optim.optimizer import Optimizer
 from ranvier.parallel import huggingface
+from ranvier.parallel.context_inputs import split_over_context
 from ranvier.parallel.parallel_model import ParallelModel, get_parallel_model
 from ranvier.parallel.parallelize import parallelize
 from ranvier.sharding import REPLICA_AXES, Shard, ShardedStateDict
@@ -134,13 +135,13 @@ class GridModel(nn.Module):
         if "targets" not in even:
             return compute_logits(self.model, even, shape, numbers)
         parallel.step_context.samples = numbers
-        loss: Tensor = self.model(**even)
+        loss: Tensor = self.model(**split_over_context(even, parallel)[0])
         # Losses of the ranks of this coordinate that hold different samples or parts of a sequence.
         table = parallel.table
         inside = (table.axes_inside_replica("vocab", name) for name in ("batch", "seq"))
-        context = parallel.grid.axis(*chain.from_iterable(inside))
+        axis = parallel.grid.axis(*chain.from_iterable(inside))
         return scale_gradient(
-            reduce_from_axis(loss, context), 1.0 / parallel.grid.axis(*REPLICA_AXES).size
+            reduce_from_axis(loss, axis), 1.0 / parallel.grid.axis(*REPLICA_AXES).size
         )
 
 
@@ -157,11 +158,6 @@ def put_on_grid(
         raise PlanError(
             f"pipe={grid.degrees['pipe']} with your own training loop. A pipeline needs its own "
             "schedule of micro-batches. Use pipe=1, or `ranvier train`."
-        )
-    if grid.degrees["context"] > 1:
-        raise PlanError(
-            f"context={grid.degrees['context']} with your own training loop. Only `ranvier train` "
-            "splits batches over context. Use context=1, or `ranvier train`."
         )
     if not theirs and "vocab" not in sizes:
         raise PlanError(

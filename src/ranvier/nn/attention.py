@@ -90,8 +90,8 @@ class AttentionCore(ParallelLayer):
         if not isinstance(documents, ContextDocuments):
             raise ShardingError(
                 f"{self.site.name} received documents of type {type(documents).__name__} with "
-                f"context={self.context_axis.size}. The batch must be split over context, which "
-                "only training does. Use `ranvier train`, or `Batch.split_micro_batches`."
+                f"context={self.context_axis.size}. The batch must be split over context. Call the "
+                "model with ranvier.call_on_full_batch, or use `ranvier train`."
             )
         q, k = core.rotate(q, k, angles)
         how = self._context_attention(q, k, documents)

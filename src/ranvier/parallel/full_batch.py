@@ -9,9 +9,11 @@ one process computes its loss as before:
     norm = optimizer.step()                 # optimizer: ranvier's Optimizer
 
 Losses, gradients and the gradient norm equal the results of one process on any grid of data,
-expert, depth, row and col. The cost is that each rank holds the full inputs and outputs, and that
-outputs are gathered. A training loop that loads only the samples of its rank calls the model
-directly.
+expert, context, depth, row and col. The cost is that each rank holds the full inputs and outputs,
+and that outputs are gathered. A training loop that loads only the samples of its rank calls the
+model directly. Context splits the tokens of a sample in the order of the plan. A model that attends
+over it has the arguments `positions` and `documents`, as our decoder does; outputs per token return
+in window order.
 
 The layout of inputs and outputs is inferred from their dtypes and shapes. Where that is ambiguous,
 the model declares it next to its `dims`:
@@ -38,14 +40,20 @@ from torch import Tensor, nn
 from ranvier.comm.autograd import reduce_from_axis
 from ranvier.config.plan import AXES
 from ranvier.errors import DataError, PlanError, ShardingError
+from ranvier.nn.context_documents import ContextDocuments
 from ranvier.nn.cross_entropy import CrossEntropy
 from ranvier.nn.layer import ParallelLayer
 from ranvier.nn.linear import Linear
 from ranvier.nn.lm_head import LMHead
+from ranvier.parallel.context_inputs import (
+    order_samples,
+    permute_tokens,
+    restore_window_order,
+)
 from ranvier.parallel.input_check import InputExpectation, check_inputs
 from ranvier.parallel.input_layout import ActivationLayout, default_input_dims
 from ranvier.parallel.parallel_model import ParallelModel, get_parallel_model
-from ranvier.sharding import Sharding, round_up
+from ranvier.sharding import OUTER_RULE, Sharding, round_up
 
 LOSS_REDUCTIONS = ("sum", "mean")
 SAME_BATCH_REMEDY = (
@@ -85,21 +93,28 @@ def call_on_full_batch(model: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     """
     parallel = get_parallel_model(model)
     _refuse_stages(parallel)
-    bound = inspect.signature(type(model).forward).bind(model, *args, **kwargs)
-    # The first argument is the model itself (`self` of forward).
-    named = dict(list(bound.arguments.items())[1:])
-    inputs = {name: x for name, x in named.items() if isinstance(x, Tensor)}
+    # The attribute, not the method of the class, as Hugging Face models have another one.
+    signature = inspect.signature(model.forward)
+    bound = signature.bind(*args, **kwargs)
+    inputs = {name: x for name, x in bound.arguments.items() if isinstance(x, Tensor)}
     device = parallel.pipeline.executor.device
     # Debug mode: all ranks must have received the same full batch.
     if parallel.grid.trace.check_collectives:
         same = [InputExpectation(name, equal_over=AXES) for name in inputs]
         check_inputs(inputs, same, parallel.grid, device, remedy=SAME_BATCH_REMEDY)
     feed = FullBatchInputs.from_inputs(model, inputs)
+    if feed.context_documents is not None and "positions" in signature.parameters:
+        # Positions of local tokens are not 0, 1, 2, ...
+        inputs = {"positions": feed.default_positions(), **inputs}
     parts = {name: feed.local_part(name, x.to(device)) for name, x in inputs.items()}
     parallel.step_context.samples = feed.sample_numbers(model)
     bound.arguments.update(parts)
+    documents = feed.local_documents(device)
+    parallel.step_context.context_documents = documents
+    if documents is not None and "documents" in signature.parameters:
+        bound.arguments["documents"] = documents
     with _observe_layers(parallel, feed, parts) as seen:
-        output = model(*bound.args[1:], **bound.kwargs)
+        output = model(*bound.args, **bound.kwargs)
     return _full_output(output, getattr(model, "output_dims", None), feed, seen)
 
 
@@ -127,6 +142,8 @@ class FullBatchInputs:
     """(samples, tokens) if rows `[b, d]` are folded to `[samples, tokens, d]`, else None."""
     seq_len: int | None
     """Tokens per sample, if an input has a sequence dim."""
+    context_documents: ContextDocuments | None = None
+    """Order of the tokens of all samples over context, if it splits them."""
 
     @classmethod
     def from_inputs(cls, model: nn.Module, inputs: Mapping[str, Tensor]) -> FullBatchInputs:
@@ -168,14 +185,57 @@ class FullBatchInputs:
             dims = {name: ("batch", "seq", *of[1:]) for name, of in dims.items()}
         _refuse_uneven(parallel, seq, tokens, batch, filled)
         layouts = {name: ActivationLayout.from_dims(of, table) for name, of in dims.items()}
-        return cls(parallel, layouts, batch, filled, fold, seq)
+        feed = cls(parallel, layouts, batch, filled, fold, seq)
+        if degrees["context"] > 1 and seq is not None and fold is None:
+            feed.context_documents = feed._order_samples(inputs, dims)
+        return feed
+
+    def _order_samples(
+        self, inputs: Mapping[str, Tensor], dims: Mapping[str, tuple[str, ...]]
+    ) -> ContextDocuments:
+        """Returns the order of the tokens of all samples, padded ones too, over context."""
+        assert self.seq_len is not None
+        known = {
+            name: self._pad_samples(inputs[name])
+            for name in ("documents", "positions")
+            if name in inputs and dims[name] == ("batch", "seq")
+        }
+        shape = (self.padded_samples, self.seq_len)
+        cpu = torch.device("cpu")
+        ids, positions = known.get("documents"), known.get("positions")
+        return order_samples(shape, self.parallel, cpu, ids, positions)
+
+    def default_positions(self) -> Tensor:
+        """Returns positions 0, 1, 2, ... of the tokens of all samples, `[b, s]`."""
+        assert self.seq_len is not None
+        self.layouts.setdefault(
+            "positions", ActivationLayout.from_dims(("batch", "seq"), self.parallel.table)
+        )
+        return torch.arange(self.seq_len).expand(self.num_samples, -1)
+
+    def local_documents(self, device: torch.device) -> ContextDocuments | None:
+        """Returns the order of the tokens of this rank's samples."""
+        documents = self.context_documents
+        if documents is None:
+            return None
+        axis = self.parallel.grid.axis(*OUTER_RULE["batch"])
+        each = self.padded_samples // axis.size
+        mine = documents.select_samples(slice(axis.index * each, (axis.index + 1) * each))
+        return mine.map_tensors(lambda x: x.to(device))
+
+    def _pad_samples(self, x: Tensor) -> Tensor:
+        """Returns x with copies of its last sample."""
+        more = self.padded_samples - self.num_samples
+        return torch.cat([x, x[-1:].expand(more, *x.shape[1:])]) if more else x
 
     def local_part(self, name: str, x: Tensor) -> Tensor:
         """Returns this rank's part of an input, after padding."""
         layout = self.layouts[name]
-        if layout.dims[:1] == ("batch",) and self.padded_samples > self.num_samples:
-            more = self.padded_samples - self.num_samples
-            x = torch.cat([x, x[-1:].expand(more, *x.shape[1:])])
+        if layout.dims[:1] == ("batch",):
+            x = self._pad_samples(x)
+        if self.context_documents is not None and layout.dims[:2] == ("batch", "seq"):
+            # The tokens of all ranks of context, one after the other, so that each gets its part.
+            x = permute_tokens(x, self.context_documents.places.argsort(1))
         if self.fold_shape is not None:
             x = x.unflatten(0, self.fold_shape)
         for dim, parts in enumerate(layout.parts_per_dim(self.parallel.grid)):
@@ -356,6 +416,8 @@ def _full_tensor(y: Tensor, dims: Any, feed: FullBatchInputs, seen: LastLayerOut
         y = _pad_vocabulary(y, feed.parallel)
     y = layout.gather_from_ranks(y, feed.parallel.grid)
     y = y if vocab is None else y[..., :vocab]
+    if layout.dims[:2] == ("batch", "seq"):
+        y = restore_window_order(y, feed.context_documents)
     if feed.fold_shape is not None and layout.dims[:2] == ("batch", "seq"):
         y = y.flatten(0, 1)
     if layout.dims[0] == "batch":

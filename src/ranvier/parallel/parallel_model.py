@@ -16,7 +16,7 @@ from ranvier.buckets.bucket import ShardedParameter
 from ranvier.buckets.scheduler import BucketScheduler
 from ranvier.buckets.spec import ElementSizes, ParamGroup
 from ranvier.comm.consensus import world_axis
-from ranvier.config.plan import Recompute
+from ranvier.config.plan import ContextOrder, Recompute
 from ranvier.cost.layers import ActivationShape, AxisGroup
 from ranvier.errors import ShardingError
 from ranvier.grid import Axis, Grid
@@ -65,6 +65,8 @@ class ParallelModel:
     """Balances the experts of all MoE layers; None for a dense model."""
     recompute_modes: dict[str, Recompute] = field(default_factory=dict)
     """Activation checkpointing mode of each block, in order; read at each call."""
+    token_order: ContextOrder = "balanced"
+    """Which tokens of a sample the ranks of context get, where samples are split here."""
     samples_seen: int = 0
     """Training samples in full batches so far; dropout depends on the index of a sample."""
     parts_checked: bool = False

@@ -199,7 +199,9 @@ def parallelize(
             blocks,
         )
     )
+    _refuse_own_attention(model, site, found)
     made = _build_parallel_model(model, site, found, blocks, plan.recompute, pipeline, where)
+    made.token_order = plan.token_order
     model.parallel = made  # type: ignore[assignment]
     # With pipeline stages the whole model is never called, so the hook would not run.
     if grid.trace.check_collectives and grid.degrees["pipe"] == 1:
@@ -396,6 +398,24 @@ def _build_parallel_model(
         recompute_modes=kinds,
         load_balancer=balance and _keep_local_layers(balance, order, site.bucket_scheduler),
     )
+
+
+def _refuse_own_attention(
+    model: nn.Module, site: LayerContext, found: Mapping[str, ParallelLayer]
+) -> None:
+    """Raises if context splits the tokens of a model that attends in its own code.
+
+    It would see the tokens of its rank only, and nothing would say so.
+    """
+    ranks = site.grid.degrees["context"]
+    heads = [name for name, weight in site.weights.items() if "heads" in weight.dims]
+    has_core = any(isinstance(layer, AttentionCore) for layer in found.values())
+    if ranks > 1 and heads and not has_core:
+        raise ShardingError(
+            f"{type(model).__name__} has heads ({heads[0]}), but no attention core, with "
+            f"context={ranks}. Attention in the model's own code would see the tokens of one rank "
+            "only. Use ranvier.models.decoder.AttentionCore for it, or context=1."
+        )
 
 
 def _build_load_balancer(
