@@ -87,7 +87,7 @@ CASES: list[tuple[str, str]] = [
     ("model.kind='vectors' plan.context=2", "plan.context=2 with model.kind='vectors'."),
     (
         "model.sliding_window=8 plan.context=2 plan.context_attention='ring'",
-        "plan.context_attention='ring' with a sliding window.",
+        "plan.context_attention='ring' with a sliding window of 8 tokens. A ring has no kernel",
     ),
     ("optim.warmup_steps=500", "optim.warmup_steps=500 is longer than train.steps=250."),
 ]

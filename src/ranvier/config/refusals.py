@@ -87,8 +87,13 @@ def _first_offloaded(run: RunConfig) -> str:
     return ""
 
 
-def _layer_windows(model: DecoderConfig) -> list[int]:
-    return [model.window_of_layer(layer) for layer in range(model.layers)]
+def _short_windows(run: RunConfig) -> list[int]:
+    """Returns the sliding windows that are shorter than a sequence."""
+    model = run.model
+    if not isinstance(model, DecoderConfig):
+        return []
+    windows = (model.window_of_layer(layer) for layer in range(model.layers))
+    return [window for window in windows if 0 < window < run.data.seq_len]
 
 
 def _are_finite_weights(run: RunConfig) -> bool:
@@ -122,12 +127,12 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda run: (
             run.plan.context > 1
             and run.plan.context_attention == "ring"
-            and isinstance(run.model, DecoderConfig)
-            and any(0 < window < run.data.seq_len for window in _layer_windows(run.model))
+            and bool(_short_windows(run))
         ),
-        "plan.context_attention='ring' with a sliding window",
+        "plan.context_attention='ring' with a sliding window of {window} tokens",
         "A ring has no kernel for layers with a window shorter than data.seq_len={data.seq_len}",
         "Use plan.context_attention='auto' or 'kv_gather'",
+        lambda run: {"window": min(_short_windows(run))},
     ),
     Refusal(
         lambda run: run.optim.lr == 0.0,

@@ -16,7 +16,12 @@ import torch
 from torch import Tensor
 
 from ranvier.comm.autograd import local_slice
-from ranvier.cost.context_attention import KeyShape, build_layout, choose_method
+from ranvier.cost.context_attention import (
+    KeyShape,
+    build_layout,
+    check_ulysses_heads,
+    choose_method,
+)
 from ranvier.cost.layers import AttentionCost
 from ranvier.errors import ShardingError
 from ranvier.nn.context_attention import (
@@ -57,6 +62,11 @@ class AttentionCore(ParallelLayer):
         self.context_axis = site.axis(
             *(axis for axis in site.table.token_axes(dim, "seq") if axis == "context")
         )
+        if self.context_axis.size > 1 and site.context_attention == "ulysses":
+            # Before the first step, where the sizes of a model are known.
+            parts = site.axis(*site.table.feature_axes(dim)).size
+            heads, kv_heads = (max(site.units[name] // parts, 1) for name in (dim, "kv_heads"))
+            check_ulysses_heads(heads, kv_heads, self.context_axis.size)
 
     @staticmethod
     def example_layers() -> list[LayerExample]:
