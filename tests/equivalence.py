@@ -237,6 +237,17 @@ def build(name: str) -> nn.Module:
         return _build_sized(name).double()
     more = {"lopsided": _lopsided, "four": _deep(layers=4), "adapted": _adapted}
     more["jitter"] = _mixture(2, 8, "jitter", "capacity")
+    more["one kv head"] = _deep(layers=2, kv_heads=1)
+    more["windows"] = _deep(layers=2, sliding_window=3)
+    # Documents of more than 4 tokens have other frequencies.
+    more["longrope"] = _deep(
+        layers=2,
+        rope="longrope",
+        rope_short=(1.0, 2.0),
+        rope_long=(3.0, 7.0),
+        original_max_position=4,
+        attention_factor=1.2,
+    )
     # Every token sees itself only, so that attention needs no keys of other ranks of context.
     more["local"] = _deep(layers=2, sliding_window=1)
     more["local tied"] = _deep(layers=2, sliding_window=1, tie_embeddings=True, norm="layer")
