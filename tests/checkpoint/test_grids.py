@@ -37,6 +37,12 @@ GRIDS: list[dict[str, int]] = [
     {"depth": 2, "row": 2, "col": 2},
     {"data": 2, "depth": 2, "col": 2},
     {"pipe": 2, "depth": 2, "col": 2},
+    {"context": 2},
+    {"context": 4},
+    {"data": 2, "context": 2},
+    {"context": 2, "row": 2},
+    {"context": 2, "depth": 2},
+    {"pipe": 2, "context": 2},
 ]
 CHANGES: dict[str, Any] = {
     "plan__global_batch": 24,
@@ -99,7 +105,7 @@ def moved(grid: Grid, corpus: str, source: str, out: str, steps: int) -> Found:
 
 def reads(grid: Grid) -> bool:
     """Whether the samples of this rank are counted: others along these axes read the same."""
-    return all(grid.index[axis] == 0 for axis in ("pipe", "row", "col"))
+    return all(grid.index[axis] == 0 for axis in ("pipe", "context", "row", "col"))
 
 
 def whole_of(parts: list[Found]) -> dict[str, torch.Tensor]:
@@ -133,10 +139,10 @@ def test_a_state_survives_all_grids_to_the_bit(
     origin: tuple[Path, Found],
     request: pytest.FixtureRequest,
 ) -> None:
-    """From each of twelve grids (a sample: three) to the next and back to the first (D11, D12)."""
+    """From each of all grids (a sample: four) to the next and back to the first (D11, D12)."""
     first, alone = origin
     source = first
-    some = range(1, 12) if request.config.getoption("--full") else (3, 9)
+    some = range(1, len(GRIDS)) if request.config.getoption("--full") else (3, 12, 9)
     for number, degrees in enumerate([*(GRIDS[i] for i in some), GRIDS[0]]):
         out = tmp_path / str(number)
         parts = pool.on_grid(degrees, moved, corpus, str(source), str(out), STEPS)
@@ -200,7 +206,8 @@ def test_each_grid_loads_what_each_other_saved(
 ) -> None:
     pairs = list(itertools.permutations(range(len(GRIDS)), 2))
     random.Random(0).shuffle(pairs)
-    for a, b in pairs if request.config.getoption("--full") else pairs[:2]:
+    # All pairs would take twice as long.
+    for a, b in pairs[:160] if request.config.getoption("--full") else pairs[:2]:
         saved = tmp_path / f"{a}-{b}"
         pool.on_grid(GRIDS[a], moved, corpus, str(origin[0]), str(saved), 0)
         (path,) = find_checkpoints(saved / "checkpoints")

@@ -84,6 +84,28 @@ def test_settings_of_another_version_are_refused_in_one_sentence(
     assert sorted(path.name for path in (folder / "run").iterdir()) == before
 
 
+@pytest.mark.full
+def test_a_run_continues_with_context_and_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three steps of one process, three with context=2, three of one process: the losses of nine,
+    with documents packed into the samples."""
+    monkeypatch.chdir(tmp_path)
+    # A constant learning rate, which does not depend on the number of steps.
+    same = ["--optim.schedule", "wsd", "--optim.decay-ratio", "0", "--optim.warmup-steps", "0"]
+    same += ["--checkpoint.keep-latest", "0"]
+    new = ["train", *FAST, *same, "--train.output-dir"]
+    assert call(*new, "whole", "--train.steps", "9") == 0
+    assert call(*new, "run", "--train.steps", "3") == 0
+    wide = ["--nproc", "2", "--plan.context", "2"]
+    assert call("train", "run", *wide, "--train.steps", "6") == 0
+    alone = ["--nproc", "1", "--plan.context", "1"]
+    assert call("train", "run", *alone, "--train.steps", "9") == 0
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), rel=1e-4)
+    saved = find_checkpoints(tmp_path / "run" / "checkpoints")
+    assert [manifests.read_manifest(path).degrees["context"] for path in saved] == [1, 2, 1]
+
+
 TENSORS = ["head.weight.master", "head.weight.square", "random.cpu", "run.updates"]
 
 
