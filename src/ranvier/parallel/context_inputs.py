@@ -1,4 +1,4 @@
-"""Inputs over context: which tokens of whole samples a rank gets, and outputs in window order.
+"""Inputs over context: this rank's tokens of whole samples, and outputs in window order.
 
 Every rank of context has the whole samples. A rank gets its tokens in the order of the plan
 (`sharding.order_tokens`), with their positions, and `ContextDocuments` instead of document ids.

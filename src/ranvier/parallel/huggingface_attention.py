@@ -119,7 +119,7 @@ def _attention_modules(model: Any) -> list[tuple[str, Any]]:
 
 
 def _window(module: Any) -> int:
-    """Returns how many tokens a token sees, itself included; 0: all before it."""
+    """Returns the sliding window, which includes the token itself; 0: no window."""
     # Mistral has one window for all layers, in its config.
     if module.config.model_type == "mistral":
         window = module.config.sliding_window
