@@ -206,7 +206,7 @@ class DataConfig:
     balance: Literal["auto", "cost", "none"] = "auto"
     """How the samples of a step are assigned to ranks and micro-batches: by cost, so that ranks
     wait less for samples with long documents, or in their order (none). The samples of a step are
-    the same. auto means cost with document_mask; a continued run keeps what it had."""
+    the same. auto means cost with document_mask; a resumed run keeps what it had."""
     validation_fraction: float = setting(0.02, fraction=True, usual=0.02)
     """Fraction of the documents, selected by hash, that is held out of training for evaluation."""
     max_bytes: int = setting(4_000_000, minimum=1, unit="bytes")

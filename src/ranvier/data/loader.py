@@ -161,9 +161,10 @@ def load_micro_batches(
     to ranks and micro-batches by it; otherwise in their order.
     """
     rows: Sequence[int] = rank_rows(batch, grid)
-    if cost is not None and isinstance(samples, PackedSamples):
+    replicas = grid.axis_without_group(*REPLICA_AXES)
+    # One replica waits for nobody.
+    if cost is not None and replicas.size > 1 and isinstance(samples, PackedSamples):
         costs = [cost.of_documents(samples.document_lengths(first + i)) for i in range(batch)]
-        replicas = grid.axis_without_group(*REPLICA_AXES)
         micro_batches = len(rows) // size
         assigned = assign_windows(costs, replicas.size, micro_batches, size)
         rows = assigned[replicas.index].ravel().tolist()

@@ -219,14 +219,30 @@ def resolve_device_settings(run: ResolvedRun, context: ResolveContext) -> Resolv
 
 
 def resolve_balance(run: ResolvedRun, context: ResolveContext) -> ResolvedRun:
-    """Choose how samples are assigned to ranks; a continued run keeps what it had."""
+    """Choose how samples are assigned to ranks; a resumed run keeps what it had."""
     if run.data.balance != "auto":
         return run
-    if context.resumes_run:
-        return run.decide("data", {"data.balance": "none"}, "the run was started without it")
+    before = _stored_data_setting(run, "balance", "none")
+    if before is not None:
+        return run.decide("data", {"data.balance": before}, "a resumed run keeps what it had")
     if not run.data.document_mask:
         return run.decide("data", {"data.balance": "none"}, "all samples have the same cost")
     return run.decide("data", {"data.balance": "cost"}, "samples have documents of any length")
+
+
+def _stored_data_setting(run: ResolvedRun, name: str, missing: str) -> str | None:
+    """A data setting of the checkpoint that a run resumes from; None if nothing has decided it yet.
+
+    missing: what a run does that was saved before the setting existed.
+    """
+    stored = run_directory.find_stored_settings(run) or {}
+    data = stored.get("data")
+    if not isinstance(data, dict):
+        return None
+    value = data.get(name, missing)
+    if value == "auto":
+        return None
+    return str(value)
 
 
 def resolve_restart(run: ResolvedRun, context: ResolveContext) -> ResolvedRun:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from ranvier.checkpoint import load
 from ranvier.checkpoint import manifest as manifests
 from ranvier.checkpoint.directory import find_checkpoints
 from ranvier.config import run as runs
+from ranvier.train.resolve import ResolveContext, resolve_run
 
 FAST = [*SMALL_OPTIONS, "--nproc", "1", "--model.layers", "1"]
 SAVING = ["--checkpoint.interval", "2", "--checkpoint.keep-latest", "0"]
@@ -52,6 +54,49 @@ def place_of(checkpoint: Path, name: str) -> int:
     """A byte in the middle of a tensor in its file."""
     entry = manifests.read_manifest(checkpoint).tensors[name]
     return entry.shards[0].offset + torch.Size(entry.shape).numel() * entry.dtype.itemsize // 2
+
+
+def without_data_settings(checkpoint: Path, *names: str) -> None:
+    """Make a checkpoint one that was saved before these settings of data existed."""
+    path = checkpoint / manifests.MANIFEST_NAME
+    body = manifests.read_digested(path)
+    for name in names:
+        del body["facts"]["config"]["data"][name]
+    path.write_bytes(manifests.add_digest(json.dumps(body).encode()))
+
+
+@pytest.mark.parametrize("how", ["directory", "output_dir", "resume"])
+def test_a_resumed_run_keeps_how_samples_are_assigned(folder: Path, how: str) -> None:
+    """Also if it was saved before this could be chosen, by each way to resume it."""
+    checkpoints = find_checkpoints(folder / "run" / "checkpoints")
+    config = folder / "run" / "config.toml"
+    context = ResolveContext(world_size=1)
+    stored = runs.load_run_config(config, in_run=True)
+    assert stored.data.balance == "cost"
+    changes: dict[str, dict[str, str]] = {
+        "directory": {"output_dir": "run"},
+        "output_dir": {"output_dir": "run"},
+        "resume": {"resume": str(checkpoints[-1])},
+    }
+    for was in ("cost", "none"):
+        if was == "none":
+            without_data_settings(checkpoints[-1], "balance")
+            config.write_text(config.read_text().replace('balance = "cost"\n', ""))
+        run = runs.load_run_config(config, in_run=True)
+        if how != "directory":
+            run = replace(run, data=replace(run.data, balance="auto"))
+        section = "checkpoint" if how == "resume" else "train"
+        part = replace(getattr(run, section), **changes[how])
+        run = replace(run, **{section: part})
+        assert resolve_run(run, context).data.balance == was
+        # A run that starts from its first step chooses anew.
+        new = replace(
+            run,
+            data=replace(run.data, balance="auto"),
+            train=replace(run.train, output_dir="other"),
+            checkpoint=replace(run.checkpoint, resume="auto"),
+        )
+        assert resolve_run(new, context).data.balance == "cost"
 
 
 def test_settings_of_another_version_are_refused_in_one_sentence(

@@ -27,7 +27,14 @@ from ranvier.checkpoint.directory import CHECKPOINT_NAME, find_checkpoints, newe
 from ranvier.checkpoint.manifest import MANIFEST_NAME, CheckpointManifest, read_manifest
 from ranvier.config import run as runs
 from ranvier.config.run import RunConfig
-from ranvier.errors import CheckpointError, DamageError, PlanError, UnsafeInputError, WriteError
+from ranvier.errors import (
+    CheckpointError,
+    DamageError,
+    PlanError,
+    RanvierError,
+    UnsafeInputError,
+    WriteError,
+)
 from ranvier.launch import ProcessInfo, is_writable, process_age_seconds
 from ranvier.setting import MAX_INTEGER
 from ranvier.system import safe_files
@@ -182,6 +189,24 @@ def acquire_dir(run: RunConfig, *, restarted: bool = False) -> tuple[Path, list[
     return own, candidates, lines + (_move_aside(own) if word == "never" else [])
 
 
+def find_stored_settings(run: RunConfig) -> dict[str, Any] | None:
+    """The settings in the checkpoint that a run resumes from; None if it starts at its first step.
+
+    Problems of the checkpoint are reported when it is loaded.
+    """
+    word = run.checkpoint.resume
+    candidates: list[Path] = []
+    with suppress(RanvierError, OSError):
+        if word not in ("auto", "never"):
+            candidates, _ = _resolve_resume_path(Path(word))
+        elif word == "auto" and run.train.output_dir:
+            candidates, _ = newest_checkpoints(Path(run.train.output_dir) / "checkpoints")
+        manifest = _first_readable_manifest(candidates)
+        if manifest is not None:
+            return checkpointing.stored_settings(manifest, candidates[0])
+    return None
+
+
 def _refuse_base_checkpoint(manifest: CheckpointManifest, run: RunConfig) -> None:
     """Raise if a run with adapters would resume from a checkpoint without any."""
     if is_base_checkpoint(manifest, run) and not manifest.facts.get("weights"):
@@ -284,7 +309,12 @@ def write_header(folder: Path, run: RunConfig, step: int, origin: Path | None = 
             checkpointing.run_to_dict(runs.load_run_config(config, in_run=True)),
             checkpointing.run_to_dict(run),
         )
-        lines = [f"changed: {name} from {old!r} to {new!r}" for name, old, new in changed]
+        # A setting that was open has been resolved, which is not a change.
+        lines = [
+            f"changed: {name} from {old!r} to {new!r}"
+            for name, old, new in changed
+            if old != "auto"
+        ]
     write_text_atomically(config, runs.to_toml(run))
     # Steps after the checkpoint will be repeated; their old metrics are dropped.
     rows = _rows_before((origin or folder) / "metrics.jsonl", step)
