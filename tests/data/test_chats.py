@@ -17,12 +17,13 @@ from ranvier.data.chat.tokenize import ChatEncoder
 from ranvier.data.corpus import Corpus
 from ranvier.data.dataset import TextData, cache_corpora, open_data
 from ranvier.data.manifest import CorpusManifest
-from ranvier.data.packing import ConversationStream, pack_pieces
+from ranvier.data.packing import ConversationStream, Packing, pack_pieces
 from ranvier.data.prepare import prepare_corpus
 from ranvier.data.tokenizer import ByteTokenizer
 from ranvier.errors import DataError
 from ranvier.nn.cross_entropy import IGNORE_INDEX
 
+PACKINGS: tuple[Packing, ...] = ("balanced", "full")
 ANSWERS = ["ab", "a long answer of many words", "c", "", "of some words", "yes and no"] * 4
 
 
@@ -164,6 +165,50 @@ def test_windows_hold_each_piece_once_and_are_well_filled(lengths: list[int], se
     assert max(sizes) <= seq and min(sizes) > 0
     # no two windows could be one: what best fit promises
     assert len(sizes) < 2 or sum(sorted(sizes)[:2]) > seq
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=200), st.integers(40, 80))
+def test_balanced_windows_hold_each_piece_once_and_are_hardly_more(
+    lengths: list[int], seq: int
+) -> None:
+    full = len(pack_pieces(np.array(lengths), seq)[1])
+    order, bounds = pack_pieces(np.array(lengths), seq, "balanced")
+    assert sorted(order.tolist()) == list(range(len(lengths)))
+    sizes = [sum(lengths[i] for i in order[a:b]) for a, b in itertools.pairwise(bounds)]
+    assert max(sizes) <= seq and min(sizes) > 0
+    assert len(sizes) <= 1.01 * (full - 1)
+
+
+@pytest.mark.parametrize("kind", ["uniform", "long_tail", "short_and_long"])
+def test_balanced_windows_have_similar_attention_work(kind: str) -> None:
+    drawn = np.random.default_rng(0)
+    few = drawn.random(4000) < 0.1
+    lengths = {
+        "uniform": drawn.integers(5, 300, 4000),
+        "long_tail": np.clip(np.exp(drawn.normal(4, 1, 4000)).astype(int), 2, 820),
+        "short_and_long": np.where(
+            few, drawn.integers(200, 820, 4000), drawn.integers(2, 60, 4000)
+        ),
+    }[kind]
+    spread = {}
+    filled = {}
+    for packing in PACKINGS:
+        order, bounds = pack_pieces(lengths, 820, packing)
+        work = np.add.reduceat(lengths[order].astype(float) ** 2, bounds[:-1])
+        spread[packing] = work.std() / work.mean()
+        filled[packing] = lengths.sum() / (820 * (len(bounds) - 1))
+    limit = {"uniform": 0.3, "long_tail": 0.85, "short_and_long": 0.9}[kind]
+    assert spread["balanced"] < limit * spread["full"], spread
+    assert filled["balanced"] > 0.99 * filled["full"], filled
+
+
+@pytest.mark.parametrize("truncate", ["right", "split"])
+def test_packings_have_the_same_conversations_cut_alike(tmp_path: Path, truncate: str) -> None:
+    corpus = corpus_of(tmp_path, ["word " * (n * n % 23) + "end" for n in range(80)])
+    streams = [stream_of(corpus, 64, truncate=truncate, packing=packing) for packing in PACKINGS]
+    found = [read(stream) for stream in streams]
+    assert found[0] != found[1] and sorted(found[0]) == sorted(found[1])
 
 
 def test_held_out_order_and_mixing_with_texts(tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def test_what_the_user_gave_is_not_decided() -> None:
         "plan": {"data": 1, "micro_batch": 4, "compile": "off", "auto": False},
         "optim": {"lr": 1e-3, "warmup_steps": 5},
         "train": {"device": "cpu", "backend": "gloo", "dtype": "fp64"},
-        "data": {"balance": "none"},
+        "data": {"balance": "none", "packing": "full"},
     }
     run = resolve_run(run_from_tables(tables), here())
     assert run.decisions == () and decision_lines(run) == [

@@ -207,6 +207,11 @@ class DataConfig:
     """How the samples of a step are assigned to ranks and micro-batches: by cost, so that ranks
     wait less for samples with long documents, or in their order (none). The samples of a step are
     the same. auto means cost with document_mask; a resumed run keeps what it had."""
+    packing: Literal["auto", "balanced", "full"] = "auto"
+    """How conversations are packed into samples: with similar attention work in each, so that ranks
+    wait less for each other (balanced), or as full as possible (full). balanced needs at most 1%
+    more samples, and neither cuts a conversation. auto means balanced for new runs; a resumed run
+    keeps what it had."""
     validation_fraction: float = setting(0.02, fraction=True, usual=0.02)
     """Fraction of the documents, selected by hash, that is held out of training for evaluation."""
     max_bytes: int = setting(4_000_000, minimum=1, unit="bytes")

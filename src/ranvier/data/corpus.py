@@ -23,7 +23,7 @@ from ranvier.data.chat.tokenize import ChatEncoder, LossOn
 from ranvier.data.checksums import file_size
 from ranvier.data.indexed_dataset import IndexedDataset, pair_file
 from ranvier.data.manifest import CORPUS_MANIFEST, MASK_SUFFIX, CorpusManifest
-from ranvier.data.packing import ConversationStream, Truncate
+from ranvier.data.packing import ConversationStream, Packing, Truncate
 from ranvier.data.tokenizer import Tokenizer, fingerprint_of, parse_tokenizer
 from ranvier.data.tokenizer_config import TOKENIZER_CONFIG
 from ranvier.errors import DataError
@@ -195,11 +195,12 @@ class Corpus:
         packed: bool = True,
         truncate: Truncate = "right",
         loss_on: LossOn = "assistant",
+        packing: Packing = "full",
     ) -> DocumentStream | ConversationStream | None:
         """The documents of a split; None if it has none.
 
         held_out: fraction of documents that are held out; zero if nothing would be left to train
-        on. truncate, loss_on: for conversations.
+        on. truncate, loss_on, packing: for conversations.
         """
         assert seq >= 1, seq
         chosen = self.select_documents(held_out, part)
@@ -208,7 +209,9 @@ class Corpus:
         if self.manifest.template:
             # A corpus prepared with loss_on=all has no mask of answers.
             options = {"packed": packed, "learn_all": "all" in (loss_on, self.manifest.learn)}
-            chats = ConversationStream(self, chosen, seq, truncate=truncate, **options)
+            chats = ConversationStream(
+                self, chosen, seq, truncate=truncate, packing=packing, **options
+            )
             if chats.num_windows:
                 return chats
             return None

@@ -12,7 +12,7 @@ from ranvier.data.chat.tokenize import ChatEncoder, LossOn
 from ranvier.data.checksums import digest_of
 from ranvier.data.corpus import Corpus, DocumentStream
 from ranvier.data.mixture import PERIOD_SAMPLES, CorpusMixture, check_weights
-from ranvier.data.packing import ConversationStream, Truncate
+from ranvier.data.packing import ConversationStream, Packing, Truncate
 from ranvier.data.prepare import PrepareProgress
 from ranvier.data.tokenizer import Tokenizer
 from ranvier.errors import DataError, PlanError
@@ -124,11 +124,12 @@ def open_data(
     packed: bool = True,
     truncate: Truncate = "right",
     loss_on: LossOn = "assistant",
+    packing: Packing = "full",
 ) -> TextData:
     """Open prepared corpora; called on every rank of a run.
 
     weights: of the corpora; None weights them by their tokens. held_out: fraction of the documents.
-    truncate, loss_on: for conversations.
+    truncate, loss_on: for conversations. packing: of conversations to train on.
     """
     _check_options(len(folders), seq, held_out)
     if weights:
@@ -137,11 +138,12 @@ def open_data(
     _check_tokenizers(corpora)
     _check_loss_on(corpora, loss_on)
     options: StreamOptions = {"packed": packed, "truncate": truncate, "loss_on": loss_on}
-    streams = [_open_train_stream(corpus, seq, held_out, options) for corpus in corpora]
+    streams = [_open_train_stream(corpus, seq, held_out, options, packing) for corpus in corpora]
     if weights:
         shares = list(weights)
     else:
         shares = [float(stream.num_tokens) for stream in streams]
+    # Always packed alike, so that runs with either packing are compared on the same samples.
     asides = [corpus.open_stream(seq, held_out, "held_out", **options) for corpus in corpora]
     # Corpora without held-out documents or with weight 0 do not take part in validation.
     kept = [(s, w) for s, w in zip(asides, shares, strict=True) if s is not None and w > 0]
@@ -182,9 +184,9 @@ class StreamOptions(TypedDict):
 
 
 def _open_train_stream(
-    corpus: Corpus, seq: int, held_out: float, options: StreamOptions
+    corpus: Corpus, seq: int, held_out: float, options: StreamOptions, packing: Packing
 ) -> DocumentStream | ConversationStream:
-    stream = corpus.open_stream(seq, held_out, "train", **options)
+    stream = corpus.open_stream(seq, held_out, "train", packing=packing, **options)
     name = f"{corpus.manifest.source} (tokenized in {corpus.folder})"
     if stream is None and corpus.manifest.template:
         raise DataError(

@@ -162,7 +162,7 @@ def load_micro_batches(
     """
     rows: Sequence[int] = rank_rows(batch, grid)
     replicas = grid.axis_without_group(*REPLICA_AXES)
-    # One replica waits for nobody.
+    # A single replica does not wait for others.
     if cost is not None and replicas.size > 1 and isinstance(samples, PackedSamples):
         costs = [cost.of_documents(samples.document_lengths(first + i)) for i in range(batch)]
         micro_batches = len(rows) // size

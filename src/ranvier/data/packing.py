@@ -1,10 +1,12 @@
 """Packs whole conversations into windows, and truncates or splits the ones that do not fit.
 
-The longest is placed first, each in the fullest window with enough room (best fit decreasing): no
-conversation is cut only to pack it, and windows end with padding. In a packed window attention and
-positions stay within a conversation; otherwise each conversation has its own window. Only tokens in
-the loss mask are targets; a conversation without any is left out. Lengths and masks determine
-everything, so all ranks pack alike.
+The longest is placed first, each in the fullest window with enough room (best fit decreasing) or,
+with `packing = balanced`, in the one with the least attention work: no conversation is cut only to
+pack it, and windows end with padding. The first puts conversations of similar length together, so
+that windows of long ones take much longer than others, and ranks wait for them. In a packed window
+attention and positions stay within a conversation; otherwise each conversation has its own window.
+Only tokens in the loss mask are targets; a conversation without any is left out. Lengths and masks
+determine everything, so all ranks pack alike.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -24,6 +27,12 @@ if TYPE_CHECKING:
     from ranvier.data.corpus import Corpus
 
 Truncate = Literal["right", "left", "drop", "split"]
+Packing = Literal["balanced", "full"]
+
+TOKENS_BY_WORK = 0.8
+"""Fraction of the tokens, in the longest pieces, that `balanced` places by attention work."""
+MAX_MORE_WINDOWS = 0.01
+"""How many more windows, as a fraction, `balanced` may fill; beyond that it packs as `full`."""
 
 
 @dataclass(frozen=True)
@@ -78,41 +87,95 @@ def split_conversations(
     return ConversationPieces(*kept, int(there.sum()), int(long.sum()), silent)
 
 
-def pack_pieces(lengths: Ints, seq: int) -> tuple[Ints, Ints]:
-    """Pieces in window order, and the offset of each window in that order.
+def pack_pieces(lengths: Ints, seq: int, packing: Packing = "full") -> tuple[Ints, Ints]:
+    """Pieces in window order, and the offset of each window in that order."""
+    # A stable sort makes the result the same on all ranks.
+    order = np.argsort(-lengths, kind="stable").tolist()
+    sizes: list[int] = lengths.tolist()
+    windows = list[list[int]]()
+    _fill_by_best_fit(windows, order, sizes, seq)
+    if packing == "balanced":
+        balanced = _pack_balanced(order, sizes, seq, len(windows))
+        if len(balanced) <= len(windows) * (1 + MAX_MORE_WINDOWS):
+            windows = balanced
+    counts = np.array([0, *map(len, windows)], np.int64)
+    return np.array([x for window in windows for x in window], np.int64), np.cumsum(counts)
+
+
+def _fill_by_best_fit(
+    windows: list[list[int]], order: Sequence[int], sizes: Sequence[int], seq: int
+) -> None:
+    """Adds pieces to windows, in descending order of size: each to the fullest one with room.
 
     Best fit decreasing; ties keep their order.
     """
-    # A stable sort makes the result the same on all ranks.
-    order = np.argsort(-lengths, kind="stable")
-    # Free space of open windows, distinct and sorted.
-    spaces: list[int] = []
     # Open windows by their free space.
-    windows: dict[int, list[list[int]]] = {}
-    made: list[list[int]] = []
-    for number in order.tolist():
-        size = int(lengths[number])
+    by_space: dict[int, list[list[int]]] = {}
+    for window in windows:
+        free = seq - sum(sizes[piece] for piece in window)
+        if free > 0:
+            by_space.setdefault(free, []).append(window)
+    # Free space of open windows, distinct and sorted.
+    spaces = sorted(by_space)
+    for piece in order:
+        size = sizes[piece]
         # The smallest space that is large enough: the fullest window.
         at = bisect_left(spaces, size)
         if at < len(spaces):
             space = spaces[at]
-            some = windows[space]
+            some = by_space[space]
             window = some.pop()
             if not some:
-                del windows[space], spaces[at]
+                del by_space[space], spaces[at]
         else:
             space = seq
             window = []
-            made.append(window)
-        window.append(number)
+            windows.append(window)
+        window.append(piece)
         left = space - size
         if left > 0:
-            if left not in windows:
-                windows[left] = []
+            if left not in by_space:
+                by_space[left] = []
                 insort(spaces, left)
-            windows[left].append(window)
-    sizes = np.array([0, *map(len, made)], np.int64)
-    return np.array([x for window in made for x in window], np.int64), np.cumsum(sizes)
+            by_space[left].append(window)
+
+
+def _pack_balanced(
+    order: Sequence[int], sizes: Sequence[int], seq: int, count: int
+) -> list[list[int]]:
+    """Returns windows with similar attention work, `Σ n²`; some more than `count` if necessary.
+
+    Each of the longest pieces is placed in the window with the least work that has room. The
+    shortest ones hardly change the work, and fill the gaps instead.
+    """
+    windows: list[list[int]] = [[] for _ in range(count)]
+    free = [seq] * count
+    # Windows as (work, index) with room for the next piece, and those without as (-room, work,
+    # index). Pieces become shorter, so the latter become usable again.
+    usable = [(0, i) for i in range(count)]
+    too_full = list[tuple[int, int, int]]()
+    longest = int(
+        np.searchsorted(np.cumsum([sizes[i] for i in order]), TOKENS_BY_WORK * sum(sizes))
+    )
+    for piece in order[:longest]:
+        size = sizes[piece]
+        while too_full and -too_full[0][0] >= size:
+            _, work, i = heappop(too_full)
+            heappush(usable, (work, i))
+        while usable and free[usable[0][1]] < size:
+            work, i = heappop(usable)
+            heappush(too_full, (-free[i], work, i))
+        if usable:
+            work, i = heappop(usable)
+        else:
+            work, i = 0, len(windows)
+            windows.append([])
+            free.append(seq)
+        windows[i].append(piece)
+        free[i] -= size
+        heappush(usable, (work + size * size, i))
+    _fill_by_best_fit(windows, order[longest:], sizes, seq)
+    return [window for window in windows if window]
 
 
 class ConversationStream:
@@ -127,6 +190,7 @@ class ConversationStream:
         packed: bool,
         truncate: Truncate,
         learn_all: bool,
+        packing: Packing = "full",
     ) -> None:
         self.corpus = corpus
         self.seq = seq
@@ -137,7 +201,7 @@ class ConversationStream:
         count = len(self.pieces.lengths)
         self._order, self._bounds = np.arange(count), np.arange(count + 1)
         if packed:
-            self._order, self._bounds = pack_pieces(self.pieces.lengths, seq)
+            self._order, self._bounds = pack_pieces(self.pieces.lengths, seq, packing)
 
     @property
     def num_documents(self) -> int:

@@ -222,7 +222,7 @@ def resolve_balance(run: ResolvedRun, context: ResolveContext) -> ResolvedRun:
     """Choose how samples are assigned to ranks; a resumed run keeps what it had."""
     if run.data.balance != "auto":
         return run
-    before = _stored_data_setting(run, "balance", "none")
+    before = _stored_data_setting(run, "balance")
     if before is not None:
         return run.decide("data", {"data.balance": before}, "a resumed run keeps what it had")
     if not run.data.document_mask:
@@ -230,19 +230,24 @@ def resolve_balance(run: ResolvedRun, context: ResolveContext) -> ResolvedRun:
     return run.decide("data", {"data.balance": "cost"}, "samples have documents of any length")
 
 
-def _stored_data_setting(run: ResolvedRun, name: str, missing: str) -> str | None:
-    """A data setting of the checkpoint that a run resumes from; None if nothing has decided it yet.
+def resolve_packing(run: ResolvedRun, context: ResolveContext) -> ResolvedRun:
+    """Choose how conversations are packed into samples; a resumed run keeps what it had."""
+    if run.data.packing != "auto":
+        return run
+    before = _stored_data_setting(run, "packing")
+    if before is not None:
+        return run.decide("data", {"data.packing": before}, "a resumed run keeps what it had")
+    reason = "samples of similar cost, so that ranks wait less for each other"
+    return run.decide("data", {"data.packing": "balanced"}, reason)
 
-    missing: what a run does that was saved before the setting existed.
-    """
+
+def _stored_data_setting(run: ResolvedRun, name: str) -> str | None:
+    """A data setting of the checkpoint that a run resumes from; None if it is not decided yet."""
     stored = run_directory.find_stored_settings(run) or {}
-    data = stored.get("data")
-    if not isinstance(data, dict):
-        return None
-    value = data.get(name, missing)
+    value = str(stored.get("data", {}).get(name, "auto"))
     if value == "auto":
         return None
-    return str(value)
+    return value
 
 
 def resolve_restart(run: ResolvedRun, context: ResolveContext) -> ResolvedRun:
@@ -288,6 +293,7 @@ RESOLVERS: tuple[Resolver, ...] = (
     resolve_device_settings,
     resolve_algorithms,
     resolve_balance,
+    resolve_packing,
     resolve_restart,
     resolve_output_dir,
     resolve_memory_settings,

@@ -43,6 +43,8 @@ class TextSource:
             packed=run.data.document_mask,
             truncate=run.data.truncate,
             loss_on=run.data.loss_on,
+            # Only runs that were saved before it could be chosen have not decided it.
+            packing="balanced" if run.data.packing == "balanced" else "full",
         )
         vocab = run.decoder.vocab
         # Corpora without a tokenizer have no vocabulary; `check_vocab` compares their largest token

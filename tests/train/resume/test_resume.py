@@ -21,6 +21,10 @@ from ranvier.train.resolve import ResolveContext, resolve_run
 
 FAST = [*SMALL_OPTIONS, "--nproc", "1", "--model.layers", "1"]
 SAVING = ["--checkpoint.interval", "2", "--checkpoint.keep-latest", "0"]
+NEW = ("cost", "balanced")
+"""data.balance and data.packing of a new run."""
+EARLIER = ("none", "full")
+"""Those of a run from before they existed."""
 FILE = "rank-00000.safetensors"
 
 
@@ -66,37 +70,41 @@ def without_data_settings(checkpoint: Path, *names: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["directory", "output_dir", "resume"])
-def test_a_resumed_run_keeps_how_samples_are_assigned(folder: Path, how: str) -> None:
+def test_a_resumed_run_keeps_how_samples_are_made_and_assigned(folder: Path, how: str) -> None:
     """Also if it was saved before this could be chosen, by each way to resume it."""
     checkpoints = find_checkpoints(folder / "run" / "checkpoints")
     config = folder / "run" / "config.toml"
     context = ResolveContext(world_size=1)
     stored = runs.load_run_config(config, in_run=True)
-    assert stored.data.balance == "cost"
+    assert (stored.data.balance, stored.data.packing) == NEW
     changes: dict[str, dict[str, str]] = {
         "directory": {"output_dir": "run"},
         "output_dir": {"output_dir": "run"},
         "resume": {"resume": str(checkpoints[-1])},
     }
-    for was in ("cost", "none"):
-        if was == "none":
-            without_data_settings(checkpoints[-1], "balance")
-            config.write_text(config.read_text().replace('balance = "cost"\n', ""))
+    for was in (NEW, EARLIER):
+        if was == EARLIER:
+            without_data_settings(checkpoints[-1], "balance", "packing")
+            lines = config.read_text().splitlines()
+            kept = [one for one in lines if not one.startswith(("balance", "packing"))]
+            config.write_text("\n".join(kept))
         run = runs.load_run_config(config, in_run=True)
         if how != "directory":
-            run = replace(run, data=replace(run.data, balance="auto"))
+            run = replace(run, data=replace(run.data, balance="auto", packing="auto"))
         section = "checkpoint" if how == "resume" else "train"
         part = replace(getattr(run, section), **changes[how])
         run = replace(run, **{section: part})
-        assert resolve_run(run, context).data.balance == was
+        found = resolve_run(run, context)
+        assert (found.data.balance, found.data.packing) == was
         # A run that starts from its first step chooses anew.
         new = replace(
             run,
-            data=replace(run.data, balance="auto"),
+            data=replace(run.data, balance="auto", packing="auto"),
             train=replace(run.train, output_dir="other"),
             checkpoint=replace(run.checkpoint, resume="auto"),
         )
-        assert resolve_run(new, context).data.balance == "cost"
+        found = resolve_run(new, context)
+        assert (found.data.balance, found.data.packing) == NEW
 
 
 def test_settings_of_another_version_are_refused_in_one_sentence(

@@ -46,12 +46,16 @@ FIXED_SETTINGS = (
         "train.dtype",
     ),
     *(f"lora.{key}" for key in lora.FIXED_LORA_SETTINGS),
-    *("optim.state_dtype", "data.loss_on", "data.truncate", "prune"),
+    *("optim.state_dtype", "data.loss_on", "data.truncate", "data.packing", "prune"),
 )
 """Settings that must not change when a run is resumed; corpora are compared by fingerprint.
 
 Rotary positions have no weights, so with them model.max_seq may change.
 """
+
+
+EARLIER_DATA_SETTINGS = {"balance": "none", "packing": "full"}
+"""What runs did that were saved before these settings of data existed."""
 
 
 def state_tensors(state: TrainState) -> ShardedStateDict:
@@ -171,6 +175,9 @@ def stored_settings(manifest: CheckpointManifest, checkpoint: Path) -> dict[str,
     if not isinstance(stored, dict):
         return {}
     check_settings_format(stored, checkpoint)
+    data = stored.get("data")
+    if isinstance(data, dict):
+        return {**stored, "data": {**EARLIER_DATA_SETTINGS, **data}}
     return stored
 
 
@@ -441,10 +448,13 @@ def check_same_config(manifest: CheckpointManifest, checkpoint: Path, run: RunCo
 def setting_differences(
     old: Mapping[str, Mapping[str, Any]], new: Mapping[str, Mapping[str, Any]]
 ) -> list[tuple[str, Any, Any]]:
-    """(name, old, new) of each setting that differs; settings without an old value are ignored."""
+    """(name, old, new) of each setting that differs.
+
+    Settings without an old value, or that were open, are ignored.
+    """
     return [
         (f"{section}.{key}", value, new[section][key])
         for section, settings in (old.items() if isinstance(old, Mapping) else ())
         for key, value in (settings.items() if isinstance(settings, Mapping) else ())
-        if section in new and key in new[section] and value != new[section][key]
+        if section in new and key in new[section] and value not in ("auto", new[section][key])
     ]

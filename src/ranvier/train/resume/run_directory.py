@@ -309,12 +309,7 @@ def write_header(folder: Path, run: RunConfig, step: int, origin: Path | None = 
             checkpointing.run_to_dict(runs.load_run_config(config, in_run=True)),
             checkpointing.run_to_dict(run),
         )
-        # A setting that was open has been resolved, which is not a change.
-        lines = [
-            f"changed: {name} from {old!r} to {new!r}"
-            for name, old, new in changed
-            if old != "auto"
-        ]
+        lines = [f"changed: {name} from {old!r} to {new!r}" for name, old, new in changed]
     write_text_atomically(config, runs.to_toml(run))
     # Steps after the checkpoint will be repeated; their old metrics are dropped.
     rows = _rows_before((origin or folder) / "metrics.jsonl", step)
