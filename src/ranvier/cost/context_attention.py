@@ -185,7 +185,8 @@ class KVGatherLayout:
     @cached_property
     def fetched_counts(self) -> list[int]:
         """Number of keys that each rank gets from others."""
-        return [keys.num_keys - self.num_rows for keys in self._keys_of_rank]
+        counts = [order.num_fetched(self.window) for order in self.orders]
+        return [sum(several) for several in zip(*counts, strict=True)]
 
     @property
     def collective(self) -> KeyCollective:
