@@ -35,7 +35,7 @@ from ranvier.launch import environment
 from ranvier.models import MODEL_SIZES
 from ranvier.setting import setting_info
 from ranvier.train.metrics import Meter
-from ranvier.train.report import moe
+from ranvier.train.report import moe, work
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docs" / "reference"
@@ -126,6 +126,18 @@ MOE_METRICS = {
     "layers.",
     "expert_loss": "Auxiliary losses of all layers, per token.",
     "expert_loads": "List: fraction of all choices per expert, mean over layers.",
+}
+WORK_METRICS = {
+    "attention_imbalance": "Scores that the rank with the most attention work computes, relative "
+    "to the mean of all ranks.",
+    "token_imbalance": "Tokens without padding of the rank with the most, relative to the mean.",
+    "keys_fetched": "Keys that ranks get from others over `context`, as a fraction of all keys of "
+    "the others, mean over ranks and layers. Null without `context` or with `ulysses`.",
+    "efficiency_lost_to_imbalance": "Fraction of the compute that ranks wait for others with more "
+    "work, predicted from FLOPs.",
+    "rank_attention": "List: attention work of each rank relative to the mean, by data, expert, "
+    "depth, col and context. Ranks that differ in `pipe` and `row` only have the same. Missing for "
+    "more than 64.",
 }
 FILES = {
     "config.toml": "All settings with the values that were used. `ranvier train RUN` reads it.",
@@ -606,6 +618,9 @@ def metrics() -> Iterator[str]:
     yield from described(("field", "description"), METRICS)
     yield from ("", "Mixtures of experts have these fields in addition:", "")
     yield from described(("field", "description"), MOE_METRICS)
+    assert [*WORK_METRICS] == [*work.METRIC_LABELS, work.RANKS_KEY]
+    yield from ("", "Ranks with different documents have these fields in addition:", "")
+    yield from described(("field", "description"), WORK_METRICS)
 
 
 def run_directory() -> Iterator[str]:

@@ -270,7 +270,10 @@ class PackedSamples(Protocol):
     """Samples of packed documents, whose lengths are known without reading them."""
 
     def document_lengths(self, number: int) -> tuple[int, ...]:
-        """Number of tokens of each document of a sample."""
+        """Number of tokens of each document of a sample; padding is a document."""
+
+    def padding_length(self, number: int) -> int:
+        """Number of tokens at the end of a sample that are padding."""
 
 
 class WindowSource(Protocol):

@@ -290,6 +290,10 @@ class DocumentStream:
         cuts = np.unique(np.array([first, *ends[ends < last], last, first + self.seq]))
         return tuple(np.diff(cuts).tolist())
 
+    def window_padding(self, number: int) -> int:
+        """Number of tokens of padding of a window."""
+        return max((number + 1) * self.seq - self.num_tokens, 0)
+
     def read_window(self, number: int) -> Window:
         """The window of tokens from `number * seq` on."""
         assert 0 <= number < self.num_windows, (number, self.num_windows)

@@ -13,12 +13,15 @@ from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Generic, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ranvier.config.plan import ContextOrder
 from ranvier.data.batch import BatchT, PackedSamples, SampleSource
 from ranvier.data.window_assignment import WindowCost, assign_windows
 from ranvier.errors import DataError, HangError
 from ranvier.grid import WEEK_SECONDS, Grid
-from ranvier.sharding import REPLICA_AXES, local_range
+from ranvier.sharding import REPLICA_AXES, count_parts, local_range
 
 T = TypeVar("T")
 
@@ -144,6 +147,22 @@ def rank_rows(batch: int, grid: Grid) -> range:
     return local_range(batch, REPLICA_AXES, grid.degrees, grid.index)
 
 
+def assign_samples(
+    lengths: Sequence[Sequence[int]], num_replicas: int, size: int, cost: WindowCost | None
+) -> NDArray[np.int64]:
+    """Returns which samples of a batch each replica computes in each micro-batch, `[replicas,
+    micro-batches, size]`: by cost, or without it in their order.
+
+    lengths: of the documents of each sample.
+    """
+    micro_batches = len(lengths) // (num_replicas * size)
+    # A single replica does not wait for others.
+    if cost is None or num_replicas == 1:
+        return np.arange(len(lengths)).reshape(num_replicas, micro_batches, size)
+    costs = [cost.of_documents(some) for some in lengths]
+    return assign_windows(costs, num_replicas, micro_batches, size)
+
+
 def load_micro_batches(
     samples: SampleSource[BatchT],
     first: int,
@@ -161,13 +180,10 @@ def load_micro_batches(
     to ranks and micro-batches by it; otherwise in their order.
     """
     rows: Sequence[int] = rank_rows(batch, grid)
-    replicas = grid.axis_without_group(*REPLICA_AXES)
-    # A single replica does not wait for others.
-    if cost is not None and replicas.size > 1 and isinstance(samples, PackedSamples):
-        costs = [cost.of_documents(samples.document_lengths(first + i)) for i in range(batch)]
-        micro_batches = len(rows) // size
-        assigned = assign_windows(costs, replicas.size, micro_batches, size)
-        rows = assigned[replicas.index].ravel().tolist()
+    if cost is not None and isinstance(samples, PackedSamples):
+        lengths = [samples.document_lengths(first + i) for i in range(batch)]
+        assigned = assign_samples(lengths, count_parts(REPLICA_AXES, grid.degrees), size, cost)
+        rows = assigned[grid.axis_without_group(*REPLICA_AXES).index].ravel().tolist()
     mine = samples.read_batch([first + row for row in rows])
     return _split_micro_batches(mine.shard_over_context(grid, order), size, pin=pin)
 

@@ -174,6 +174,11 @@ class CorpusMixture:
         stream, window = self._find_window(number)
         return stream.window_lengths(window)
 
+    def padding_length(self, number: int) -> int:
+        """Number of tokens of padding of sample `number`."""
+        stream, window = self._find_window(number)
+        return stream.window_padding(window)
+
     def _find_window(self, number: int) -> tuple[DocumentStream | ConversationStream, int]:
         """The stream of sample `number`, and the window of the stream."""
         which, count = self.pick_stream(number)

@@ -254,8 +254,13 @@ class ConversationStream:
             return (self.seq,)
         mine = self._order[self._bounds[number] : self._bounds[number + 1]]
         lengths = self.pieces.lengths[mine].tolist()
-        padding = self.seq - sum(lengths)
+        padding = self.window_padding(number)
         return (*lengths, padding) if padding else tuple(lengths)
+
+    def window_padding(self, number: int) -> int:
+        """Number of tokens of padding of a window."""
+        mine = self._order[self._bounds[number] : self._bounds[number + 1]]
+        return self.seq - int(self.pieces.lengths[mine].sum())
 
     def read_window(self, number: int) -> Window:
         """The conversations of a window, concatenated and padded."""

@@ -40,13 +40,19 @@ def window_cost(
     attention_features: query heads times head dim of a layer.
     layer_windows: tokens that a query sees in each layer with attention; 0: the whole document.
     """
+    scores = count_scores(lengths, layer_windows)
+    return 2.0 * num_parameters * sum(lengths) + 4 * attention_features * scores
+
+
+def count_scores(lengths: Sequence[int], layer_windows: Sequence[int]) -> float:
+    """Returns the pairs of a query and a key that it sees, per head, over layers and documents."""
     n = np.asarray(lengths, np.float64)
     scores = 0.0
     for window, num_layers in Counter(layer_windows).items():
         # Tokens before `inside` see all tokens up to themselves, the others `window` of them.
         inside = np.minimum(n, window) if window else n
         scores += num_layers * float((inside * (inside + 1) / 2 + window * (n - inside)).sum())
-    return 2 * num_parameters * float(n.sum()) + 4 * attention_features * scores
+    return scores
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,10 @@ class WindowCost:
             total += attention + 3 * width * config.embed
         windows = tuple(config.window_of_layer(layer) for layer in range(config.layers))
         return cls(total, config.heads * config.head_dim, windows)
+
+    def num_scores(self, lengths: Sequence[int]) -> float:
+        """Returns the pairs of a query and a key that it sees, per head, over all layers."""
+        return count_scores(lengths, self.layer_windows)
 
     def of_documents(self, lengths: Sequence[int]) -> float:
         """Returns the forward FLOPs of a window with documents of these lengths."""

@@ -24,6 +24,9 @@ MetricsSink = Callable[[MetricsRow], None]
 PRINTED_LINES = 20
 """Approximate number of lines that a run without a terminal prints."""
 
+SHOWN_IMBALANCE = 0.1
+"""Lost efficiency from which on a line shows that ranks have unequal work."""
+
 
 def check_loggers(run: RunConfig) -> None:
     """Raise if the package of a logger is missing, before any work is done."""
@@ -45,6 +48,9 @@ def format_metrics(row: MetricsRow, steps: int, unit: str) -> str:
     if row["mfu"] is not None:
         parts.append(f"MFU {row['mfu']:.1%} (non-causal {row['mfu_noncausal']:.1%})")
     parts.append(f"{row['peak_memory_bytes'] / 2**30:.2f} GiB")
+    lost = row.get("efficiency_lost_to_imbalance") or 0.0
+    if lost > SHOWN_IMBALANCE:
+        parts.append(f"{lost:.0%} lost to imbalance")
     if row["skipped_total"]:
         parts.append(f"{row['skipped_total']} skipped")
     return "  ".join(parts)

@@ -17,11 +17,12 @@ from torch import Tensor
 from ranvier import trace
 from ranvier.comm import collectives
 from ranvier.cost.layers import ActivationShape
+from ranvier.data.step_work import StepWork
 from ranvier.launch import Heartbeat
 from ranvier.nn.attention import AttentionCore
 from ranvier.nn.linear import Linear
 from ranvier.parallel.parallel_model import ParallelModel
-from ranvier.train.report import moe
+from ranvier.train.report import moe, work
 
 PEAK_TFLOPS = {
     "H200": 989.0,
@@ -187,6 +188,8 @@ class PendingStep:
     """Whether the update was skipped."""
     skipped_total: int = 0
     """Skipped updates of the run so far, this step included."""
+    work: StepWork | None = None
+    """Work of all ranks; None if all have the same."""
 
 
 @dataclass
@@ -252,4 +255,5 @@ class Meter:
             "spike": bool(spike),
             "skipped_total": under.skipped_total,
             **moe.router_metrics(experts),
+            **work.work_metrics(under.work),
         }

@@ -28,9 +28,10 @@ from ranvier.comm.consensus import world_axis
 from ranvier.config.resolved_run import ResolvedRun
 from ranvier.config.sections import DecoderModelConfig
 from ranvier.cost.layers import ActivationShape
-from ranvier.data.batch import SampleBatch
+from ranvier.data.batch import PackedSamples, SampleBatch
 from ranvier.data.loader import Loader, load_micro_batches, validation_batches
 from ranvier.data.run_data import RunData
+from ranvier.data.step_work import StepWork, WorkCounter
 from ranvier.data.window_assignment import WindowCost
 from ranvier.errors import NumericError
 from ranvier.grid import Grid
@@ -105,6 +106,8 @@ class Trainer:
     """Predicted and measured memory usage."""
     checkpointer: Checkpointer = field(init=False)
     """Saves and resumes the state."""
+    step_work: dict[int, StepWork] = field(default_factory=dict)
+    """Work of all ranks in the steps whose batches are loaded, on the first rank."""
     take_step: Callable[..., StepResult] = field(init=False)
     """Runs one step: `train_step`, or its CUDA graph."""
 
@@ -287,11 +290,15 @@ class Trainer:
         cost = None
         if run.data.balance == "cost" and isinstance(run.model, DecoderModelConfig):
             cost = WindowCost.from_config(run.decoder)
+        counter = self._work_counter()
 
         def make(step: int) -> list[SampleBatch]:
+            first = offset + step * run.plan.global_batch
+            if counter is not None:
+                self.step_work[step] = counter.count_step(first)
             return load_micro_batches(
                 self.data.train,
-                offset + step * run.plan.global_batch,
+                first,
                 run.plan.global_batch,
                 self.grid,
                 run.plan.micro_batch,
@@ -301,6 +308,16 @@ class Trainer:
             )
 
         return make
+
+    def _work_counter(self) -> WorkCounter | None:
+        """Counts the work of all ranks, on the one that writes metrics; None if all have the same
+        or documents are unknown."""
+        samples = self.data.train
+        is_decoder = isinstance(self.run.model, DecoderModelConfig)
+        if self.grid.rank > 0 or not is_decoder or not isinstance(samples, PackedSamples):
+            return None
+        counter = WorkCounter.from_run(self.run, samples, DTYPES[self.run.train.dtype].itemsize)
+        return counter if counter.num_ranks > 1 else None
 
     def issue_step(self, loader: Loader[list[SampleBatch]], *, signal: int = 0) -> PendingStep:
         """Issue the next step without waiting for it.
@@ -355,7 +372,14 @@ class Trainer:
         self.grid.trace.waited_events = []
         tokens = state.samples * run.data.seq_len
         return PendingStep(
-            state.step - 1, tokens, lr, numbers, begun, loader.take_wait_seconds(), awaited
+            state.step - 1,
+            tokens,
+            lr,
+            numbers,
+            begun,
+            loader.take_wait_seconds(),
+            awaited,
+            work=self.step_work.pop(state.step - 1, None),
         )
 
     def _pass_wrapper(self) -> tuple[Callable[[Callable[[], Tensor]], Tensor], ...]:

@@ -33,7 +33,7 @@ from ranvier.html.plot import Series, escape_html, line_plot, stacked_bar
 from ranvier.system import safe_files
 from ranvier.train import prediction
 from ranvier.train.memory import breakdown
-from ranvier.train.report import moe, needle, pipeline
+from ranvier.train.report import moe, needle, pipeline, work
 from ranvier.train.resume import run_directory as folders
 
 MFU = {"causal": "mfu", "full": "mfu_noncausal"}
@@ -605,6 +605,7 @@ def page_body(record: RunRecord, facts: Mapping[str, Any]) -> str:
             render_section("Where the time went", time_table(facts["phases"], len(record.rows))),
             pipeline.pipeline_section(record.folder),
             prediction.prediction_section(known.get("prediction")),
+            work.work_section(record.rows),
             moe.experts_section(record.rows),
             needle.render_needle_section(record.folder),
             breakdown.memory_section(known.get("memory")),
