@@ -187,6 +187,7 @@ def _mixture(top: int, experts: int, *words: str, **others: Any) -> Callable[[],
         "deep": {"layers": 6},
         "jitter": {"router_jitter": 0.3},
         "no aux": {"aux_loss_coeff": 0.0},
+        "no loss": {"aux_loss_coeff": 0.0, "z_loss_coeff": 0.0},
     }
     for word in words:
         changes |= more[word]
@@ -251,6 +252,7 @@ def build(name: str) -> nn.Module:
     # Every token sees itself only, so that attention needs no keys of other ranks of context.
     more["local"] = _deep(layers=2, sliding_window=1)
     more["local tied"] = _deep(layers=2, sliding_window=1, tie_embeddings=True, norm="layer")
+    more["moe without loss"] = _mixture(2, 8, "no loss")
     more["local moe"] = _mixture(2, 8, "shared", "no aux", sliding_window=1)
     return {**EXAMPLES, **HF_MODELS, **DEEP, **MIXTURES, **more}[name]().double()
 

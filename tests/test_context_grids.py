@@ -140,6 +140,14 @@ def test_cases_cover_all_pairs_of_grids_methods_orders_and_documents() -> None:
         assert found_pairs >= {*itertools.product(values[one], values[two])}
 
 
+def test_choices_are_not_summed_over_context_without_auxiliary_loss(pool: Pool) -> None:
+    """Recorded communication equals what is predicted, without them."""
+    case = Case("moe without loss", token_order="balanced")
+    whole = serial(case.model, "primes", 2)
+    degrees = {"expert": 2, "context": 2}
+    assert compare(whole, pool.on_grid(degrees, run_case, case, whole.batch, LR, CLIP)) == []
+
+
 def run_with_noise(grid: Grid, case: Case, dropout: float) -> tuple[float, float]:
     """Loss and gradient norm of a model with random masks."""
     model = case.on(grid)

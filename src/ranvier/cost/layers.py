@@ -389,6 +389,8 @@ class MoECost(LayerCost):
     """Number of matrices per expert: 3 with a gate, 2 without."""
     has_capacity: bool = False
     """Whether choices beyond the capacity of an expert are dropped."""
+    has_aux_loss: bool = True
+    """Whether an auxiliary loss depends on the choices of whole sequences."""
 
     def local_tokens(self, flow: ActivationShape) -> int:
         """Returns the tokens that a rank dispatches, also if row splits none of them before."""
@@ -429,9 +431,10 @@ class MoECost(LayerCost):
         if context.size == 1:
             return []
         choices = flow.samples * flow.seq * self.experts_per_token
-        events = self.predict_event(
-            "all_reduce", context, flow.samples * self.num_experts, COUNT_BYTES
-        )
+        events = list[Event]()
+        if self.has_aux_loss:
+            elements = flow.samples * self.num_experts
+            events += self.predict_event("all_reduce", context, elements, COUNT_BYTES)
         if self.has_capacity:
             tokens = layout.axis_group("context", "row")
             events += self.predict_event("all_gather", tokens, choices, COUNT_BYTES)

@@ -12,7 +12,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -80,6 +80,8 @@ class LayerSpec:
     """Matrices per expert: 3 with a gate, otherwise 2."""
     has_capacity: bool = False
     """Whether choices beyond the capacity of an expert are dropped."""
+    has_aux_loss: bool = True
+    """Whether an auxiliary loss depends on the choices of whole sequences."""
 
     @property
     def num_parameters(self) -> int:
@@ -124,8 +126,9 @@ class LayerSpec:
                 return layers.AttentionCost(name, ground, dims[0], self.head_dim, self.window)
             case "mixture":
                 experts, width, _ = self.shape
+                options = (self.has_capacity, self.has_aux_loss)
                 return layers.MoECost(
-                    name, ground, experts, self.top, width, self.matrices, self.has_capacity
+                    name, ground, experts, self.top, width, self.matrices, *options
                 )
             case "lengths":
                 return layers.DoraNormCost(name, ground, self.shape[0], *dims)
@@ -438,7 +441,8 @@ def resolve_model_spec(run: RunConfig) -> ModelSpec:
     from ranvier import launch
 
     # The key covers everything that the spec depends on, except the name of the size.
-    text = json.dumps([SPEC_FORMAT, config, lora], sort_keys=True)
+    known = [one.name for one in fields(LayerSpec)]
+    text = json.dumps([SPEC_FORMAT, known, config, lora], sort_keys=True)
     path = launch.cache_dir() / "leaves" / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
     try:
         return ModelSpec.from_dict(json.loads(path.read_text()))

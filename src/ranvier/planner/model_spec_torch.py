@@ -100,6 +100,7 @@ def _layer_spec(name: str, leaf: Real, every: Mapping[str, Real]) -> LayerSpec |
             top=mixture.experts_per_token,
             matrices=mixture.matrices,
             has_capacity=mixture.has_capacity,
+            has_aux_loss=mixture.has_aux_loss,
         )
     if isinstance(leaf, CrossEntropy):
         return LayerSpec(name, "entropy", (leaf.dim,))

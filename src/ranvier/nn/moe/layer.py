@@ -528,9 +528,9 @@ class MoELayer(ParallelLayer):
         # Tokens of a whole sequence: each rank of context and row has t / b of them.
         seq = logits.shape[0] // table.shape[2] * self.seq_axis.size
         extra = logits.new_zeros(())
-        counts = table[self.expert.index].sum(0, dtype=table.dtype)  # (b, E)
-        counts = collectives.all_reduce(counts, self.context).wait()
         if self.rule.has_aux_loss:
+            counts = table[self.expert.index].sum(0, dtype=table.dtype)  # (b, E)
+            counts = collectives.all_reduce(counts, self.context).wait()
             extra = self.rule.compute_aux_loss(logits, routes, counts, seq)
         with torch.no_grad():
             notes = self._compute_stats(logits, routes, table, kept, extra)
@@ -564,7 +564,8 @@ class MoELayer(ParallelLayer):
         rule = self.rule
         sizes = (rule.num_experts, rule.top_k, self.width, 3 if self.has_gate else 2)
         has_capacity = rule.capacity_factor > 0.0
-        return MoECost(self.site.name, self.site.layout_context, *sizes, has_capacity)
+        options = (has_capacity, rule.has_aux_loss)
+        return MoECost(self.site.name, self.site.layout_context, *sizes, *options)
 
 
 def split_evenly(number: int, parts: int) -> list[int]:
