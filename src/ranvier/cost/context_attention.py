@@ -638,6 +638,19 @@ def build_layout(
     return KVGatherLayout(orders, rank, window)
 
 
+def build_rows(layout: Layout) -> None:
+    """Builds the row numbers of a layout, which are otherwise built when they are first used."""
+    if isinstance(layout, UlyssesLayout):
+        _ = layout.merged_rows
+        layout = layout.far
+    if isinstance(layout, RingLayout):
+        _ = layout.block_rows
+    elif layout.collective == "all_gather":
+        _ = (layout.own_keys, layout.received_keys, layout.sent_rows, layout.gathered_rows)
+    else:
+        _ = (layout.own_keys, layout.received_keys, layout.sent_rows)
+
+
 # ---- choice -----------------------------------------------------------------------------
 
 FLOPS_PER_BYTE = 1e4

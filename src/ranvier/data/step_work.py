@@ -18,6 +18,7 @@ from ranvier.config.plan import Plan
 from ranvier.config.run import RunConfig
 from ranvier.cost.context_attention import KeyShape, choose_method
 from ranvier.data.batch import PackedSamples
+from ranvier.data.context_layouts import attention_key_shape
 from ranvier.data.loader import assign_samples
 from ranvier.data.window_assignment import WindowCost
 from ranvier.sharding import (
@@ -62,12 +63,8 @@ class WorkCounter:
     @classmethod
     def from_run(cls, run: RunConfig, samples: PackedSamples, itemsize: int) -> WorkCounter:
         """Returns the counter of a run of a decoder. itemsize: bytes of an activation."""
-        config = run.decoder
-        table = ShardingTable(run.plan.col_splits)
-        parts = count_parts(table.feature_axes("heads"), run.plan.degrees)
-        kv_heads = max(config.kv_heads // parts, 1)
-        shape = KeyShape(config.heads // parts, kv_heads, config.head_dim, itemsize, 0)
-        cost = WindowCost.from_config(config)
+        cost = WindowCost.from_config(run.decoder)
+        shape = attention_key_shape(run, itemsize)
         is_balanced = run.data.balance == "cost"
         return cls(samples, run.plan, run.data.seq_len, cost, shape, is_balanced)
 

@@ -16,12 +16,7 @@ import torch
 from torch import Tensor
 
 from ranvier.comm.autograd import local_slice
-from ranvier.cost.context_attention import (
-    KeyShape,
-    build_layout,
-    check_ulysses_heads,
-    choose_method,
-)
+from ranvier.cost.context_attention import KeyShape, check_ulysses_heads, choose_method
 from ranvier.cost.layers import AttentionCost
 from ranvier.errors import ShardingError
 from ranvier.nn.context_attention import (
@@ -157,9 +152,7 @@ class AttentionCore(ParallelLayer):
         return documents.get_or_build(
             ("attention", method, window, overlap),
             lambda: build_context_attention(
-                build_layout(method, documents.orders, documents.index, window),
-                core.segment_attention,
-                overlap,
+                documents.find_layout(method, window), core.segment_attention, overlap
             ),
         )
 

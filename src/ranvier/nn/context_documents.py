@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from ranvier.comm.autograd import local_slice
+from ranvier.config.plan import ContextAttention
+from ranvier.cost.context_attention import Layout, build_layout
 from ranvier.grid import Axis
 from ranvier.sharding import TokenOrder
 
@@ -38,6 +40,9 @@ class ContextDocuments:
     places: Tensor
     """Place of each token of a sample among the tokens of all ranks, one after the other, int64
     `[b, s]`."""
+    layouts: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+    """What follows from the orders alone. Copies on other devices share it, so that it may be built
+    before, in the thread that loads the batch."""
     _cache: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
@@ -51,26 +56,37 @@ class ContextDocuments:
             ]
         )
         places = np.stack([order.token_numbers.ravel().argsort() for order in orders])
-        return cls(tuple(orders), index, *map(torch.from_numpy, (numbers, lengths, places)))
+        token_numbers, rope_lengths, token_places = map(
+            torch.from_numpy, (numbers, lengths, places)
+        )
+        return cls(tuple(orders), index, token_numbers, rope_lengths, token_places)
 
     def select_samples(self, rows: slice) -> ContextDocuments:
         """Returns the documents of a range of samples."""
-        return replace(self.map_tensors(lambda x: x[rows]), orders=self.orders[rows])
+        return replace(self.map_tensors(lambda x: x[rows]), orders=self.orders[rows], layouts={})
 
     def narrow(self, start: int, tokens: int) -> ContextDocuments:
         """Returns the documents of a range of tokens of this rank, which must be whole samples."""
         each = self.token_numbers.shape[1]
         assert start % each == tokens % each == 0, (start, tokens, each)
         rows = slice(start // each, (start + tokens) // each)
-        return self.get_or_build(
-            ("samples", rows.start, rows.stop), lambda: self.select_samples(rows)
-        )
+        key = ("samples", rows.start, rows.stop)
+        layouts = self.layouts.setdefault(key, {})
+        return self.get_or_build(key, lambda: replace(self.select_samples(rows), layouts=layouts))
 
     def get_or_build(self, key: Hashable, build: Callable[[], T]) -> T:
         """Returns what is derived from the documents; it is built once for all layers."""
         if key not in self._cache:
             self._cache[key] = build()
         found: T = self._cache[key]
+        return found
+
+    def find_layout(self, method: ContextAttention, window: int) -> Layout:
+        """Returns the layout of attention on this rank; it is built once for all layers."""
+        key = (method, window)
+        if key not in self.layouts:
+            self.layouts[key] = build_layout(method, self.orders, self.index, window)
+        found: Layout = self.layouts[key]
         return found
 
     def sequence_numbers(self, row: Axis) -> Tensor:

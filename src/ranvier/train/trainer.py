@@ -29,6 +29,7 @@ from ranvier.config.resolved_run import ResolvedRun
 from ranvier.config.sections import DecoderModelConfig
 from ranvier.cost.layers import ActivationShape
 from ranvier.data.batch import PackedSamples, SampleBatch
+from ranvier.data.context_layouts import ContextLayoutBuilder
 from ranvier.data.loader import Loader, load_micro_batches, validation_batches
 from ranvier.data.run_data import RunData
 from ranvier.data.step_work import StepWork, WorkCounter
@@ -287,16 +288,20 @@ class Trainer:
         run = self.run
         # After a rewind samples were skipped, so sample and step numbers differ by an offset.
         offset = self.state.samples - self.state.step * self.run.plan.global_batch
-        cost = None
-        if run.data.balance == "cost" and isinstance(run.model, DecoderModelConfig):
+        cost = layouts = None
+        is_decoder = isinstance(run.model, DecoderModelConfig)
+        if run.data.balance == "cost" and is_decoder:
             cost = WindowCost.from_config(run.decoder)
+        if run.plan.context > 1 and is_decoder:
+            itemsize = DTYPES[run.train.dtype].itemsize
+            layouts = ContextLayoutBuilder.from_run(run, self.grid, itemsize)
         counter = self._work_counter()
 
         def make(step: int) -> list[SampleBatch]:
             first = offset + step * run.plan.global_batch
             if counter is not None:
                 self.step_work[step] = counter.count_step(first)
-            return load_micro_batches(
+            batches = load_micro_batches(
                 self.data.train,
                 first,
                 run.plan.global_batch,
@@ -306,6 +311,10 @@ class Trainer:
                 cost=cost,
                 pin=self.device.type == "cuda",
             )
+            if layouts is not None:
+                for batch in batches:
+                    layouts.build_layouts(batch)
+            return batches
 
         return make
 
