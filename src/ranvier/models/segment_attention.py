@@ -364,8 +364,14 @@ class _Chunks:
 
     queries: _Rows
     keys: _Rows
-    unseen: Tensor | None
-    """Whether a query does not see a key, `[n, 1, 1, length, width]`; None if all are seen."""
+    length: int
+    """Number of queries of a chunk."""
+    width: int
+    """Number of keys of a chunk, with padding."""
+    num_keys: Tensor | None
+    """Number of keys of each chunk without padding, `[n, 1, 1]`; None if all queries see all."""
+    causal: bool
+    window: int
 
     @classmethod
     def from_pairs(
@@ -385,28 +391,36 @@ class _Chunks:
             keys = torch.minimum(
                 table[:, 2:3] + torch.arange(width, device=device), table[:, 3:] - 1
             )
-        if not how.causal and all(d - c == width for _, _, c, d in pairs):
-            return cls(queries, keys, None)
-        lengths = torch.tensor([d - c for _, _, c, d in pairs], device=device)[:, None, None]
-        number = torch.arange(width, device=device)
-        unseen = (number >= lengths).expand(-1, length, -1)
-        if how.causal:
+        num_keys = None
+        if how.causal or any(d - c < width for _, _, c, d in pairs):
+            num_keys = torch.tensor([d - c for _, _, c, d in pairs], device=device)[:, None, None]
+        return cls(queries, keys, length, width, num_keys, how.causal, how.window)
+
+    def _find_unseen(self, num_keys: Tensor) -> Tensor:
+        """Returns whether a query does not see a key, `[n, 1, 1, length, width]`.
+
+        Masks of all chunks together would have half as many elements as there are scores, so that
+        of a chunk is built when it is needed.
+        """
+        number = torch.arange(self.width, device=num_keys.device)
+        unseen = (number >= num_keys).expand(-1, self.length, -1)
+        if self.causal:
             # Number of the key that each query is aligned with.
-            own = lengths - length + torch.arange(length, device=device)[:, None]
+            place = torch.arange(self.length, device=num_keys.device)[:, None]
+            own = num_keys - self.length + place
             unseen = unseen | (number > own)
-            if how.window:
-                unseen = unseen | (number <= own - how.window)
-        return cls(queries, keys, unseen[:, None, None])
+            if self.window:
+                unseen = unseen | (number <= own - self.window)
+        return unseen[:, None, None]
 
     def masked_scores(self, q: Tensor, k: Tensor, cap: float) -> Tensor:
         """Returns scores `[n, g, h/g · length, width]`, -inf for keys that are not seen."""
         scores = (q @ k.transpose(-1, -2)).mul_(q.shape[-1] ** -0.5)
         if cap > 0.0:
             scores.div_(cap).tanh_().mul_(cap)
-        if self.unseen is not None:
-            scores.unflatten(2, (-1, self.unseen.shape[-2])).masked_fill_(
-                self.unseen, float("-inf")
-            )
+        if self.num_keys is not None:
+            unseen = self._find_unseen(self.num_keys)
+            scores.unflatten(2, (-1, self.length)).masked_fill_(unseen, float("-inf"))
         return scores
 
 
