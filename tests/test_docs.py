@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+import context_picture
 import ranvier
 import reference
 from ranvier.cli.serve import ServeOptions
@@ -102,6 +103,10 @@ def test_every_page_is_in_the_nav() -> None:
 
 def test_generated_pages_are_current() -> None:
     assert reference.main(["--check"]) == 0, "Run: python scripts/reference.py"
+
+
+def test_the_picture_of_context_is_that_of_the_code() -> None:
+    assert context_picture.main(["--check"]) == 0, "Run: python scripts/context_picture.py"
 
 
 def test_a_stale_page_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
