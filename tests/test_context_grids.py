@@ -72,7 +72,7 @@ def draw_model(degrees: dict[str, int], method: str, drawn: random.Random) -> st
     t = SEQ // degrees["context"]
     changes: dict[str, Any] = {"layers": 2, "max_seq": SEQ}
     if 3 in degrees.values() or 6 in degrees.values():
-        changes |= {"heads": 6, "kv_heads": drawn.choice((6, 3, 1)), "embed": 24}
+        changes |= {"heads": 6, "kv_heads": drawn.choice((6, 1)), "embed": 24}
     else:
         changes |= {"heads": 8, "kv_heads": drawn.choice((8, 2, 1))}
     # A ring has no windows.

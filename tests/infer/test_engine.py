@@ -38,6 +38,14 @@ GRIDS: list[tuple[dict[str, int], str]] = [
     ({"pipe": 2, "data": 2, "row": 2}, "samples"),
     ({"expert": 2, "row": 2}, "samples"),
     ({"expert": 2, "depth": 2, "col": 2}, "samples"),
+    ({"context": 2}, "samples"),
+    ({"context": 4}, "samples"),
+    ({"context": 3}, "samples"),
+    ({"context": 2, "row": 2}, "samples"),
+    ({"context": 2, "row": 4}, "samples"),
+    ({"context": 2, "col": 2}, "samples"),
+    ({"pipe": 2, "context": 2}, "samples"),
+    ({"expert": 2, "context": 2}, "samples"),
 ]
 HEADS = 4
 LAYERS = 2
@@ -103,6 +111,9 @@ SAMPLE: list[tuple[str, tuple[dict[str, int], str], tuple[int, int, int], str]] 
     ("gemma2", ({"col": 2}, "features"), LOADS[2], "off"),
     ("mixtral tied, window", ({"expert": 2, "col": 2}, "samples"), LOADS[0], "on"),
     ("llama 3.1", ({"pipe": 2, "row": 2}, "samples"), LOADS[0], "on"),
+    ("gemma2", ({"context": 2}, "samples"), LOADS[1], "on"),
+    ("llama", ({"context": 4}, "samples"), LOADS[2], "off"),
+    ("qwen3", ({"context": 2, "row": 2}, "samples"), LOADS[0], "on"),
 ]
 """Models, grids and loads without `--full`: in a small pool, in steps of 7 and of 64 tokens, with
 and without a step ahead of the host."""
@@ -156,7 +167,8 @@ def check_greedy(
     budget, block_size, num_blocks = load
     options = {
         "max_num_batched_tokens": budget,
-        "block_size": block_size,
+        # Each rank of context has its share of a block.
+        "block_size": -(-block_size // degrees.get("context", 1)),
         "async_scheduling": ahead,
     }
     num_blocks = num_blocks or 12 * POSITIONS // block_size + 1
@@ -190,13 +202,12 @@ def list_grids(most: int) -> list[tuple[dict[str, int], str]]:
     grids: list[dict[str, int]] = [{}]
     for axis in AXES:
         sizes = (2, 4, 8) if axis in TENSOR else range(2, most + 1)
-        if axis != "context":
-            grids += [
-                grid | {axis: size}
-                for grid in grids
-                for size in sizes
-                if math.prod(grid.values()) * size <= most
-            ]
+        grids += [
+            grid | {axis: size}
+            for grid in grids
+            for size in sizes
+            if math.prod(grid.values()) * size <= most
+        ]
     found = [grid for grid in grids if list_models(grid)]
     found.sort(key=lambda grid: math.prod(grid.values()))
     return [
@@ -267,6 +278,9 @@ LAYOUTS = [
     ({"depth": 2, "row": 2}, "samples"),
     ({"pipe": 2, "row": 2}, "samples"),
     ({"expert": 2, "row": 2}, "samples"),
+    ({"context": 2}, "samples"),
+    ({"context": 2, "row": 2}, "samples"),
+    ({"context": 2, "col": 2}, "samples"),
 ]
 
 

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from ranvier.infer.model_source import ModelSource
     from ranvier.models import DecoderConfig
 
-REFUSED_DEGREES = {"context": "Inference does not split it yet."}
-
 
 def find_option_problems(options: InferenceOptions) -> list[str]:
     """Returns options that are out of range or not supported, with value, rule and remedy."""
@@ -31,12 +29,6 @@ def find_option_problems(options: InferenceOptions) -> list[str]:
                 name = f"{section}.{one.name}" if section else one.name
                 problem = setting_info(one).find_problem(name, value)
                 problems += [problem] if problem is not None else []
-    for axis, reason in REFUSED_DEGREES.items():
-        size = getattr(options.plan, axis)
-        if size != 1:
-            problems.append(
-                f"plan.{axis}={size} is not supported for inference. {reason} Use plan.{axis}=1."
-            )
     return problems
 
 

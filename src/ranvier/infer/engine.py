@@ -148,7 +148,7 @@ class Engine:
         elif config.async_scheduling == "auto":
             self.max_steps_ahead = int(runner.device.type == "cuda")
         self.scheduler = Scheduler(
-            [BlockPool(num_blocks, config.block_size) for _ in range(runner.num_homes)],
+            [BlockPool(num_blocks, runner.tokens_per_block) for _ in range(runner.num_homes)],
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_num_seqs=config.max_num_seqs,
             max_model_len=max_model_len,
@@ -207,7 +207,7 @@ class Engine:
             raise PlanError(problems)
         sequence = EngineSequence(
             request=request,
-            block_size=self.config.block_size,
+            block_size=self.runner.tokens_per_block,
             max_model_len=self.max_model_len,
             model=self._block_name(len(request.prompt_token_ids)),
         )
@@ -565,7 +565,13 @@ def count_cache_blocks(
     fits = -max_over_ranks(-own, parallel.grid, device)
     if lengths is None:
         return fits
-    return min(fits, 1 + sum(-(-length // config.block_size) for length in lengths))
+    size = count_block_tokens(model, config)
+    return min(fits, 1 + sum(-(-length // size) for length in lengths))
+
+
+def count_block_tokens(model: nn.Module, config: EngineConfig) -> int:
+    """Returns the number of tokens of a block: one page of it is on each rank of context."""
+    return config.block_size * get_parallel_model(model).grid.degrees["context"]
 
 
 def block_bytes(model: nn.Module, block_size: int) -> int:
@@ -590,10 +596,11 @@ def resolve_max_model_len(model: nn.Module, config: EngineConfig, num_blocks: in
             f"{positions:,} positions (model.max_seq). Use {positions} or less."
         )
     # The last token is sampled, but its keys and values are never stored.
-    fits = (num_blocks - 1) * config.block_size + 1
+    size = count_block_tokens(model, config)
+    fits = (num_blocks - 1) * size + 1
     if config.max_model_len > fits or fits < 2:
         raise PlanError(
-            f"The KV cache has {max(num_blocks - 1, 0):,} blocks of {config.block_size} tokens. A "
+            f"The KV cache has {max(num_blocks - 1, 0):,} blocks of {size} tokens. A "
             f"request of {config.max_model_len or positions:,} tokens (engine.max_model_len) must "
             f"fit. Use a larger engine.kv_cache_gib, or engine.max_model_len={max(fits, 2)}."
         )

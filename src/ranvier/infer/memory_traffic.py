@@ -37,6 +37,8 @@ class MemoryTraffic:
     """Bytes of the keys and values of a token in a layer."""
     windows: Mapping[int, int]
     """Number of layers with each window; 0 means no window."""
+    context_size: int = 1
+    """Number of ranks of context, of which each reads its own pages."""
 
     @classmethod
     def of_model(cls, model: nn.Module, block_size: int) -> MemoryTraffic:
@@ -55,6 +57,7 @@ class MemoryTraffic:
             total,
             2 * math.prod(shape) * itemsize // block_size,
             Counter(core.window for core in cores),
+            parallel.grid.degrees["context"],
         )
 
     def count_bytes(self, items: Iterable[WorkItem]) -> int:
@@ -66,7 +69,7 @@ class MemoryTraffic:
                 tokens += layers * sum(min(stop, window) for stop in stops)
             else:
                 tokens += layers * sum(stops)
-        return self.weight_bytes + tokens * self.kv_bytes
+        return self.weight_bytes + tokens * self.kv_bytes // self.context_size
 
 
 def measure_bandwidth(device: torch.device) -> float:

@@ -3,7 +3,8 @@
 A home is a place for the keys and values of sequences: a coordinate of the axes that split samples
 inside of layers (`ShardingTable.token_axes`). With several homes all of them step together, and one
 without work takes part with padding. Keys and values of a home are split over its ranks as the
-table says: layers over pipe, kv heads over row (and col).
+table says: layers over pipe, kv heads over row (and col), pages of a sequence over context. All
+ranks of context compute the same tokens; each one attends to its own pages (`nn.attention`).
 
 The leader (rank 0) builds the input of a step and sends it to all ranks; the other ranks follow.
 All ranks of a home sample the same tokens, which are then sent to all ranks.
@@ -48,8 +49,10 @@ from ranvier.models.paged_attention import (
     PagedSequences,
     paged_attention,
 )
+from ranvier.nn.attention import AttentionCore as ParallelAttentionCore
 from ranvier.nn.fused_linear import FusedLinear
 from ranvier.nn.inference_matmul import BatchInvariantMatmul, ThinMatmul, can_multiply_thin
+from ranvier.nn.layer import ParallelLayer
 from ranvier.nn.linear import Linear
 from ranvier.nn.lm_head import LMHead
 from ranvier.nn.matmul import MatmulBackend, PlainMatmul, choose_cpu_matmul
@@ -115,7 +118,7 @@ class ModelRunner:
     Args:
         model: A decoder on a grid, in eval mode.
         num_blocks: Number of blocks of each home, including block 0, which holds padding.
-        block_size: Number of tokens of a block.
+        block_size: Number of tokens of a block on each rank of context.
         row_splits: What row splits of the residual stream, or auto.
         max_num_seqs: Maximum number of sequences of a home in a step.
         max_num_batched_tokens: Maximum number of tokens of a home in a step.
@@ -159,6 +162,9 @@ class ModelRunner:
         )
         """Homes whose tokens this rank reads: those of the ranks of col, if col splits samples."""
         self.pipe_axis = self.grid.axis("pipe")
+        self.context_axis = self.grid.axis("context")
+        self.tokens_per_block = block_size * self.context_axis.size
+        """Number of tokens of a block on all ranks of context together."""
         self.orders_axis = world_axis(self.grid, ORDERS_CHANNEL)
         heads = [layer for layer in self.parallel.layers.values() if isinstance(layer, LMHead)]
         self.head = heads[0] if heads else None
@@ -304,7 +310,7 @@ class ModelRunner:
         """Returns the number that must divide the tokens of a home in this layout."""
         # Experts always split tokens over row.
         if row_splits == "tokens" or self.parallel.load_balancer is not None:
-            return self.parallel.table.seq_multiple(self.grid.degrees)
+            return self.parallel.table.seq_multiple({**self.grid.degrees, "context": 1})
         return 1
 
     def predict_bytes(self, step: StepInput) -> Counter[str]:
@@ -317,7 +323,9 @@ class ModelRunner:
     def predict_events(self, step: StepInput) -> list[Event]:
         """Predicts the communication of the layers in a step."""
         itemsize = self.parallel.bucket_scheduler.buckets[0].data.element_size()
-        shape = ActivationShape(len(self.read_homes), step.num_tokens, itemsize, max(itemsize, 4))
+        # All ranks of context have all tokens.
+        seq = step.num_tokens * self.context_axis.size
+        shape = ActivationShape(len(self.read_homes), seq, itemsize, max(itemsize, 4))
         context = self.parallel.step_context
         context.row_splits = step.row_splits
         try:
@@ -326,13 +334,22 @@ class ModelRunner:
                 for name, layer in self.parallel.communicating_layers.items()
                 if layer is not self.head
                 if self._token_adapters is None or step.has_adapters or ADAPTER_INFIX not in name
-                for event in layer.forward_events(shape)
+                for event in self._layer_events(layer, shape, step)
             ]
             if self.head is not None:
-                events += self.head.selected_events(shape, step.num_logits)
+                num_logits = step.num_logits * self.context_axis.size
+                events += self.head.selected_events(shape, num_logits)
         finally:
             context.row_splits = "tokens"
         return events
+
+    @staticmethod
+    def _layer_events(layer: ParallelLayer, shape: ActivationShape, step: StepInput) -> list[Event]:
+        """Predicts the communication of a layer in a step."""
+        if isinstance(layer, ParallelAttentionCore):
+            return layer.paged_events(step.num_tokens, shape.itemsize)
+        # Other layers communicate over context only for statistics of training.
+        return [event for event in layer.forward_events(shape) if "context" not in event.axis]
 
     # ---- all ranks --------------------------------------------------------------------------
 
@@ -389,6 +406,8 @@ class ModelRunner:
             self._sample(logits, step, step.homes[self.home], results)
         last = self.pipe_axis.size - 1
         results = collectives.broadcast(results, self.pipe_axis, index=last).wait()
+        # Where rounding differs between ranks of context, they could sample different tokens.
+        results = collectives.broadcast(results, self.context_axis).wait()
         results = collectives.all_gather(results, self.home_axis).wait()
         tokens = results[:, 0].view(self.num_homes, -1)[:, : self.max_num_seqs]
         self.sampled_tokens.view(self.num_homes, -1)[:, : tokens.shape[1]] = tokens.long().clamp(
@@ -410,7 +429,14 @@ class ModelRunner:
         sampled = self.sampled_tokens[(-1 - tokens).clamp(min=0)]
         tokens = torch.where(tokens < 0, sampled, tokens)
         own = step.homes[self.home]
-        sequences = build_sequences(own.chunks, step.num_tokens, self.block_size, self.device)
+        sequences = build_sequences(
+            own.chunks,
+            step.num_tokens,
+            self.block_size,
+            self.device,
+            context_size=self.context_axis.size,
+            context_index=self.context_axis.index,
+        )
         self.parallel.step_context.row_splits = step.row_splits
         self._select_adapters(step)
         try:
@@ -425,7 +451,8 @@ class ModelRunner:
         if self._token_adapters is None or not step.has_adapters:
             return
         table = replace(self.parallel.table, row_splits=step.row_splits)
-        degrees, index = self.grid.degrees, self.grid.index
+        # All ranks of context have all tokens.
+        degrees, index = {**self.grid.degrees, "context": 1}, {**self.grid.index, "context": 0}
         homes = local_range(self.num_homes, table.token_axes("rank", "batch"), degrees, index)
         tokens = local_range(step.num_tokens, table.token_axes("rank", "seq"), degrees, index)
         numbers = pad_rows([adapters_of(step.homes[i]) for i in homes], step.num_tokens)

@@ -10,7 +10,12 @@ import torch
 from ranvier.config.engine import EngineConfig
 from ranvier.config.plan import Plan
 from ranvier.grid import Grid
-from ranvier.infer.engine import DEFAULT_CPU_CACHE_GIB, block_bytes, resolve_max_model_len
+from ranvier.infer.engine import (
+    DEFAULT_CPU_CACHE_GIB,
+    block_bytes,
+    count_block_tokens,
+    resolve_max_model_len,
+)
 from ranvier.infer.engine_start import DTYPES, choose_device
 from ranvier.infer.model_source import ModelSource
 from ranvier.launch import ProcessInfo, fake_process_group
@@ -77,8 +82,9 @@ def print_memory(
     assert model is not None
     num_blocks = int(least_blocks)
     longest = resolve_max_model_len(model, config, num_blocks)
-    each = -(-longest // config.block_size)
-    homes = replica.world_size // (replica.row * replica.pipe)
+    block_tokens = count_block_tokens(model, config)
+    each = -(-longest // block_tokens)
+    homes = replica.world_size // (replica.row * replica.pipe * replica.context)
     if plan.col_splits == "features":
         homes //= replica.col
     names = {value: name for name, value in DTYPES.items()}
@@ -86,8 +92,12 @@ def print_memory(
     print(f"Weights: {most / 2**30:.2f} GiB on the rank with the most")
     print(
         f"KV cache: {least_bytes / 2**30:.4g} GiB on each rank, {num_blocks - 1:,} blocks of "
-        f"{config.block_size} tokens"
+        f"{block_tokens} tokens"
     )
+    if replica.context > 1:
+        print(
+            f"A block has {config.block_size} tokens on each of {replica.context} ranks of context"
+        )
     print(f"Longest request: {longest:,} tokens")
     print(f"Requests of that length at the same time: {homes * ((num_blocks - 1) // each):,}")
     return 0

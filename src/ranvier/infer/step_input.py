@@ -175,12 +175,19 @@ def _concatenate(parts: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def build_sequences(
-    chunks: Sequence[SequenceChunk], num_tokens: int, block_size: int, device: torch.device
+    chunks: Sequence[SequenceChunk],
+    num_tokens: int,
+    block_size: int,
+    device: torch.device,
+    *,
+    context_size: int = 1,
+    context_index: int = 0,
 ) -> PagedSequences:
     """Returns where the tokens of chunks are stored.
 
     num_tokens: number of tokens with padding. A compiled graph treats a size of one as a special
-    case, so that there are always at least two rows.
+    case, so that there are always at least two rows. block_size: tokens of a block on this rank.
+    context_size, context_index: as in `PagedSequences`.
     """
     num_rows = max(len(chunks), 2)
     table = np.zeros((num_rows, max([len(chunk.blocks) for chunk in chunks] + [2])), np.int64)
@@ -192,29 +199,28 @@ def build_sequences(
         lens[:, row] = len(chunk.tokens), chunk.stop
         places = np.arange(chunk.start, chunk.stop)
         own = slice(first, first + len(places))
-        per_token[0, own] = _slots_of(table[row], places, block_size)
+        page, offset = np.divmod(places, block_size)
+        slots = table[row, page // context_size] * block_size + offset
+        # The keys of other ranks are written to block 0.
+        per_token[0, own] = np.where(page % context_size == context_index, slots, 0)
         per_token[1, own] = chunk.num_known_tokens
         per_token[2, own] = row
         per_token[3, own] = places + 1
         first += len(places)
     arrays = [per_token, lens[1], table, _starts_of(lens[0])]
-    (slots, known, rows, visible), seq_lens, blocks, starts = copy_together(arrays, device)
+    (slot_mapping, known, rows, visible), seq_lens, blocks, starts = copy_together(arrays, device)
     return PagedSequences(
         query_start_loc=starts.int(),
         seq_lens=seq_lens.int(),
         block_table=blocks.int(),
-        slot_mapping=slots,
+        slot_mapping=slot_mapping,
         rope_lengths=known.unsqueeze(0),
         token_rows=rows.int(),
         token_lens=visible.int(),
         host_lens=torch.from_numpy(lens),
+        context_size=context_size,
+        context_index=context_index,
     )
-
-
-def _slots_of(blocks: np.ndarray, places: np.ndarray, block_size: int) -> np.ndarray:
-    """Returns the slots of some positions of a sequence."""
-    slots: np.ndarray = blocks[places // block_size] * block_size + places % block_size
-    return slots
 
 
 def _starts_of(lengths: np.ndarray) -> np.ndarray:

@@ -40,6 +40,8 @@ from ranvier.models.paged_attention import (
     KVCache,
     PagedAttention,
     PagedSequences,
+    PagePartAttention,
+    attend_to_own_pages,
     paged_attention,
 )
 from ranvier.models.rope import RotaryEmbedding, apply_rotary
@@ -131,6 +133,8 @@ class AttentionCore(nn.Module):
         """Keys and values of the tokens of `PagedSequences`; set by an inference engine."""
         self.attend_paged: PagedAttention = paged_attention
         """Attention to the cache; replaced by the fastest backend on the device."""
+        self.attend_own_pages: PagePartAttention = attend_to_own_pages
+        """Attention to the pages of this rank of context; replaced likewise."""
 
     def forward(
         self,
@@ -172,6 +176,16 @@ class AttentionCore(nn.Module):
         flat, keys, values = (x.flatten(0, 1) for x in (q, k, v))  # (b·s, h, k)
         y = document_attention(flat, keys, values, documents, window, self.cap)
         return y.view(q.shape).flatten(2)
+
+    def attend_to_own_pages(
+        self, q: Tensor, k: Tensor, v: Tensor, sequences: PagedSequences
+    ) -> tuple[Tensor, Tensor]:
+        """Attends from rotated queries to the pages of the cache that this rank of context stores.
+
+        q, o: `[T, h, k]`; k, v: `[T, g, k]`; log-sum-exps: `[h, T]`.
+        """
+        assert self.kv_cache is not None, "an engine sets the cache"
+        return self.attend_own_pages(q, k, v, self.kv_cache, sequences, self.window, self.cap)
 
     def rotate(self, q: Tensor, k: Tensor, angles: Tensor | None) -> tuple[Tensor, Tensor]:
         """Returns scaled queries and keys, rotated by their positions."""

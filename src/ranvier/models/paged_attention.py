@@ -5,6 +5,10 @@ values of all their earlier tokens are in the cache, in blocks of `block_size` t
 be adjacent. The step first writes its own keys and values into their slots, and then attends, so
 that a token sees the whole sequence up to itself. Plain PyTorch; imports only torch.
 
+Ranks of context share the tokens of a sequence. A page is `block_size` consecutive tokens, and page
+i is stored by rank i mod C: block j of the block table is page C·j + c on rank c. A rank attends to
+its own pages, and returns log-sum-exps, with which the results of all ranks are merged.
+
 Shapes: T tokens of a step, n sequences, h heads, g kv heads, k head dim. A layer has a cache
 `[num_blocks, g, block_size, k]` of keys and one of values: the tokens of a head are adjacent.
 """
@@ -46,6 +50,11 @@ class PagedSequences:
     None if nothing is known on the host, so that a graph can be replayed for other sequences."""
     is_decode: bool = False
     """Whether row i is the one token of sequence i. Rows without a sequence see 0 tokens."""
+
+    context_size: int = 1
+    """Number of ranks of context, which store the pages of a sequence in turn."""
+    context_index: int = 0
+    """Index of this rank on context. Tokens in pages of other ranks have slots in block 0."""
 
     split_counters: Tensor | None = None
     """Scratch memory of decode kernels, int32 `[n · g]`; zeros before and after each use."""
@@ -116,6 +125,13 @@ class KVCache:
 
 PagedAttention = Callable[[Tensor, Tensor, Tensor, KVCache, PagedSequences, int, float], Tensor]
 """q, k, v, cache, sequences, window and cap to the output; see `paged_attention`."""
+
+
+PagePartAttention = Callable[
+    [Tensor, Tensor, Tensor, KVCache, PagedSequences, int, float], tuple[Tensor, Tensor]
+]
+"""As `PagedAttention`, to the output over the pages of this rank, and its log-sum-exps; see
+`attend_to_own_pages`."""
 
 
 def paged_attention(
@@ -209,3 +225,91 @@ def attend_to_blocks(
     scores = (torch.tanh(scores / cap) * cap).masked_fill(~visible.unsqueeze(2), float("-inf"))
     y = scores.softmax(-1).to(q.dtype) @ values.unsqueeze(2)
     return y.flatten(1, 2).transpose(1, 2)
+
+
+# ---- pages on several ranks ----------------------------------------------------------------------
+
+MAX_SCORES = 1 << 22
+"""Number of scores that are computed at a time, unless one query of some sequences has more."""
+
+
+def attend_to_own_pages(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache: KVCache,
+    sequences: PagedSequences,
+    window: int = 0,
+    cap: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Writes keys and values of own pages into the cache, and attends to all own pages.
+
+    q, o: `[T, h, k]`; k, v: `[T, g, k]`; log-sum-exps: `[h, T]`; both results in fp32, or float64
+    for float64. A token that sees no key of this rank has o = 0 and a log-sum-exp of -inf. window,
+    cap: as in `paged_attention`.
+    """
+    cache.write(k, v, sequences.slot_mapping)
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    o = q.new_zeros(q.shape, dtype=dtype)
+    lse = q.new_full((q.shape[0], q.shape[1]), float("-inf"), dtype=dtype)
+    lengths = sequences.host_seq_lens
+    groups: dict[tuple[int, int], list[int]] = {}
+    for i, length in enumerate(sequences.query_lens):
+        if length == 1:
+            # Sequences of similar length attend together: all are padded to the longest.
+            groups.setdefault((-1, lengths[i].bit_length()), []).append(i)
+        elif length > 1:
+            groups[i, 0] = [i]
+    for group in groups.values():
+        rows = torch.tensor(group, device=q.device)
+        count = sequences.query_lens[group[0]]
+        num_pages = -(-max(lengths[i] for i in group) // cache.block_size)
+        # Pages of this rank among the first ones.
+        num_blocks = -(-max(num_pages - sequences.context_index, 0) // sequences.context_size)
+        if num_blocks == 0:
+            continue
+        blocks = sequences.block_table[rows, :num_blocks].long()
+        keys, values = (x.to(dtype) for x in cache.read(blocks))  # (n, g, L, k)
+        starts = sequences.query_start_loc[rows].long().unsqueeze(1)
+        step = max(1, MAX_SCORES // (len(group) * q.shape[1] * keys.shape[2]))
+        for first in range(0, count, step):
+            at = starts + torch.arange(first, min(first + step, count), device=q.device)  # (n, s)
+            visible = find_visible_keys(at, keys.shape[2], cache.block_size, sequences, window)
+            o[at], lse[at] = _attend_with_sums(q[at].to(dtype), keys, values, visible, cap)
+    return o, lse.T
+
+
+def find_visible_keys(
+    tokens: Tensor, num_keys: int, block_size: int, sequences: PagedSequences, window: int = 0
+) -> Tensor:
+    """Returns which keys of this rank's pages tokens of the step see, `[n, s, num_keys]`.
+
+    tokens: numbers in the step, `[n, s]`; n sequences.
+    """
+    own = torch.arange(num_keys, device=tokens.device)
+    page = own // block_size * sequences.context_size + sequences.context_index
+    positions = page * block_size + own % block_size
+    num_seen = sequences.token_lens[tokens].unsqueeze(-1)  # (n, s, 1)
+    visible = positions < num_seen
+    if window:
+        visible &= positions >= num_seen - window
+    return visible
+
+
+def _attend_with_sums(
+    q: Tensor, keys: Tensor, values: Tensor, visible: Tensor, cap: float
+) -> tuple[Tensor, Tensor]:
+    """Returns the output `[n, s, h, k]` and the log-sum-exps `[n, s, h]` of masked attention.
+
+    q: `[n, s, h, k]`; keys, values: `[n, g, L, k]`; visible: `[n, s, L]`.
+    """
+    groups = q.transpose(1, 2).unflatten(1, (keys.shape[1], -1))  # (n, g, h/g, s, k)
+    scores = groups @ keys.unsqueeze(2).transpose(-1, -2) * q.shape[-1] ** -0.5
+    if cap > 0.0:
+        scores = torch.tanh(scores / cap) * cap
+    scores = scores.masked_fill(~visible[:, None, None], float("-inf"))
+    sums = scores.logsumexp(-1)  # (n, g, h/g, s)
+    # A row of -inf minus 0 is a row of zeros; minus -inf it would be NaN.
+    shift = sums.masked_fill(sums == float("-inf"), 0.0)
+    o = (scores - shift.unsqueeze(-1)).exp() @ values.unsqueeze(2)
+    return o.flatten(1, 2).transpose(1, 2), sums.flatten(1, 2).transpose(1, 2)

@@ -4,6 +4,10 @@ With context = 1 the layer does not communicate. It calls the serial core unchan
 documents, which cover the whole micro-batch, are sliced to the samples of this rank. If context
 splits the tokens of a sample, a rank attends from its tokens to those of all ranks
 (`nn.context_attention`).
+
+In a step of an inference engine, the ranks of context store the pages of a sequence in turn. Every
+rank attends from all tokens of the step to its own pages, and the results are merged by their
+log-sum-exps, in fp32.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ranvier.comm import collectives
 from ranvier.comm.autograd import local_slice
 from ranvier.cost.context_attention import KeyShape, check_ulysses_heads, choose_method
 from ranvier.cost.layers import AttentionCost
@@ -31,6 +36,7 @@ from ranvier.nn.context_graph import BlockAttention, attend_over_context
 from ranvier.nn.example import LayerExample
 from ranvier.nn.layer import LayerContext, ParallelLayer
 from ranvier.sharding import Dim
+from ranvier.trace import Event
 
 
 class AttentionCore(ParallelLayer):
@@ -39,7 +45,8 @@ class AttentionCore(ParallelLayer):
     q, y: `[b/col, s/context, h/row, k]`; k, v: `[b/col, s/context, g/row, k]`; angles: rotary
     angles or positions; documents: `[b, s]`, None, `ContextDocuments`, or `BlockAttention` in a
     compiled graph.
-    Communicates: keys and values over context, as `nn.context_attention` describes.
+    Communicates: keys and values over context, as `nn.context_attention` describes; in an inference
+    engine all-gather of outputs and log-sum-exps over context.
 
     Args:
         site: Name and context of the layer.
@@ -93,6 +100,9 @@ class AttentionCore(ParallelLayer):
             out: Tensor = core(q, k, v, angles, documents)
             return out
         if not isinstance(documents, ContextDocuments):
+            if getattr(core, "kv_cache", None) is not None:
+                q, k = core.rotate(q, k, angles)
+                return self._attend_to_pages(q, k, v, documents)
             raise ShardingError(
                 f"{self.site.name} received documents of type {type(documents).__name__} with "
                 f"context={self.context_axis.size}. The batch must be split over context. Call the "
@@ -156,6 +166,31 @@ class AttentionCore(ParallelLayer):
             ),
         )
 
+    def _attend_to_pages(self, q: Tensor, k: Tensor, v: Tensor, sequences: Any) -> Tensor:
+        """Returns attention to the pages of all ranks of context, `[b/col, T, h·k]`.
+
+        q: `[b/col, T, h, k]`; k, v: `[b/col, T, g, k]`, equal on all ranks of context; sequences:
+        those of the step. Communicates: all-gather of outputs and log-sum-exps over context.
+        """
+        core: Any = self.serial
+        o, lse = core.attend_to_own_pages(*(x.flatten(0, 1) for x in (q, k, v)), sequences)
+        parts = torch.cat([o, lse.T.unsqueeze(-1)], -1).unsqueeze(0)  # (1, T, h, k + 1)
+        with self.trace_scope():
+            parts = collectives.all_gather(parts, self.context_axis).wait()
+        return merge_parts(parts).to(q.dtype).view(q.shape).flatten(2)
+
+    def paged_events(self, num_tokens: int, itemsize: int) -> list[Event]:
+        """Predicts the communication of a step of an inference engine.
+
+        num_tokens: tokens of this rank's samples; itemsize: bytes per element of activations.
+        """
+        if self.context_axis.size == 1:
+            return []
+        cost = self.cost_model
+        width = cost.local_width // cost.head_dim * (cost.head_dim + 1)
+        size = self.context_axis.size * num_tokens * width * max(itemsize, 4)
+        return [Event("all_gather", ("context",), size, self.site.name)]
+
     def _run_once(self, work: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         """Runs attention; the recomputation of a block gets the saved result."""
         results = self.site.grid.trace.saved_results
@@ -189,6 +224,19 @@ class AttentionCore(ParallelLayer):
             context_index=self.context_axis.index,
             sample_part=self.batch_axis.index,
         )
+
+
+def merge_parts(parts: Tensor) -> Tensor:
+    """Returns attention to all keys from attention to disjoint sets of them.
+
+    l = log Σ exp(l_i), o = Σ o_i exp(l_i - l); parts: o_i and l_i, `[C, T, h, k + 1]`; o: `[T, h,
+    k]`. A part without visible keys has l_i = -inf; without any, o = 0.
+    """
+    o, lse = parts[..., :-1], parts[..., -1:]
+    total = torch.logsumexp(lse, 0)
+    # -inf minus -inf would be NaN.
+    shift = total.masked_fill(total == float("-inf"), 0.0)
+    return (o * (lse - shift).exp()).sum(0)
 
 
 def _example_config() -> Any:

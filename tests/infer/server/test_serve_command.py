@@ -422,7 +422,6 @@ def test_replicas_are_no_options(capsys: pytest.CaptureFixture[str]) -> None:
 
 def refusals(folder: Path) -> dict[str, tuple[str, ...]]:
     return {
-        "plan.context=2 is not supported": (str(folder), "--plan.context", "2"),
         "is neither a run nor a model": (str(folder.parent),),
         "is not known. Random weights": ("--random", "--model.size", "huge"),
         "Neither a path nor --random": (),

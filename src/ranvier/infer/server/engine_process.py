@@ -87,12 +87,13 @@ def describe_engine(
     degrees = {axis: size for axis, size in options.plan.degrees.items() if size > 1}
     plan = ", ".join(f"{axis}={size}" for axis, size in degrees.items()) or "one device"
     num_blocks = engine.stats().num_blocks
-    longest = -(-engine.max_model_len // options.engine.block_size)
+    block_tokens = engine.runner.tokens_per_block
+    longest = -(-engine.max_model_len // block_tokens)
     return EngineInfo(
         replica=options.replica,
         max_model_len=engine.max_model_len,
         vocab_size=engine.vocab_size,
-        block_size=options.engine.block_size,
+        block_size=block_tokens,
         num_blocks=num_blocks,
         plan=f"{plan} on {device.type}",
         adapters=tuple(adapter.name for adapter in options.source.adapters),
