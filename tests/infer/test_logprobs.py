@@ -26,6 +26,10 @@ GRIDS: list[tuple[dict[str, int], dict[str, Any]]] = [
     ({"row": 2, "col": 2, "depth": 2}, {"inner": "features"}),
     ({"pipe": 2, "row": 2, "data": 2}, {}),
     ({"pipe": 2, "col": 2}, {"spread": True}),
+    ({"context": 2, "row": 2}, {}),
+    ({"context": 4}, {}),
+    ({"pipe": 2, "context": 2}, {}),
+    ({"context": 2, "col": 2}, {}),
 ]
 SEQUENCES = [
     [(7 * n + i * i) % 257 for i in range(length)]
@@ -86,7 +90,7 @@ def texts(folder: Path, temperature: float) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("degrees", "options"),
     [
-        pytest.param(*g, marks=pytest.mark.full if i in (1, 2, 4) else ())
+        pytest.param(*g, marks=pytest.mark.full if i in (1, 2, 4, 6, 7, 8) else ())
         for i, g in enumerate(GRIDS)
     ],
 )

@@ -148,11 +148,6 @@ def resolve_plan(run: RunConfig, world: int, wanted: EvalOptions) -> ResolvedRun
             f"{model.max_seq} or less."
         )
     plan = run.plan.resolve(world)
-    if plan.context > 1:
-        raise PlanError(
-            f"plan.context={plan.context} in an evaluation. Evaluation does not split context yet. "
-            "Use plan.context=1."
-        )
     table = ShardingTable.from_plan(plan)
     # The smallest batch that the grid divides; the training batch may not fit this grid.
     micro = table.batch_multiple(plan.degrees)
@@ -211,6 +206,8 @@ def evaluate_run(run: ResolvedRun, folder: Path, wanted: EvalOptions, me: Proces
         virtual_stages=run.plan.virtual_stages,
         stage_starts=run.plan.stage_starts,
         vocab_over_pipe=run.plan.vocab_over_pipe,
+        context_attention=run.plan.context_attention,
+        shard_weights_over=run.plan.shard_weights_over,
         stage_time_jitter=0.0,
     ).with_degrees(grid.degrees)
     if wanted.step < 0:

@@ -2,7 +2,8 @@
 
 Sequences are sorted by length, distributed over the ranks that read different samples, and padded
 at their ends, which does not change the results (`padded_positions`). Logits are never gathered:
-the LM head returns only the log-probability of each token, and whether it was the most likely.
+the LM head returns only the log-probability of each token, and whether it was the most likely. If
+context splits the tokens of a sequence, their scores are put back in order.
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from ranvier.comm import collectives
+from ranvier.data.batch import Batch
 from ranvier.data.loader import rank_rows
 from ranvier.errors import DataError
+from ranvier.grid import Grid
+from ranvier.nn.context_documents import ContextDocuments
 from ranvier.nn.cross_entropy import IGNORE_INDEX
 from ranvier.parallel.parallel_model import ParallelModel, get_parallel_model
 from ranvier.pipeline.step import MicroBatch
-from ranvier.sharding import REPLICA_AXES, count_parts, round_up
+from ranvier.sharding import REPLICA_AXES, count_parts, order_tokens, round_up
 
 
 @dataclass(frozen=True)
@@ -116,17 +120,16 @@ def _score_round(
     length = round_up(max(len(sequences[0]) - 1, 1), multiple)
     # Rows of this rank within each global micro-batch.
     mine = rank_rows(batch * replicas.size, grid)
-    inputs = []
+    batches = []
     for micro in range(micros):
         some = [micro * batch * replicas.size + row for row in mine]
-        inputs.append(
-            _pad_sequences([sequences[i] for i in some if i < len(sequences)], batch, length)
-        )
+        known = [sequences[i] for i in some if i < len(sequences)]
+        batches.append(_shard_sequences(_pad_sequences(known, batch, length), known, grid))
     # The number of micro-batches is part of the kind, because it changes the recorded order of
     # weight gathers.
     parallel.bucket_scheduler.begin_step(f"score {micros}")
     found = runtime.run_forward(
-        [MicroBatch({k: x.to(runtime.device) for k, x in i.items()}) for i in inputs]
+        [MicroBatch(one.to(runtime.device).model_inputs()) for one in batches]
     )
     region = parallel.table.activation_rule("vocab")
     if found:
@@ -135,6 +138,7 @@ def _score_round(
             y, grid.axis(*parallel.table.axes_inside_replica("vocab", "batch")), 2
         ).wait()
         y = collectives.all_gather(y, grid.axis(*region["seq"]), 3).wait()
+        y = torch.stack([_restore_order(part, one) for part, one in zip(y, batches, strict=True)])
     # The scores are on the last stage; other stages allocate a buffer for the broadcast.
     else:
         shape = (micros, 2, batch, length)
@@ -148,9 +152,7 @@ def _score_round(
         yield TokenLogprobs(log[:count].double(), greedy[:count] > 0.0)
 
 
-def _pad_sequences(
-    sequences: Sequence[Sequence[int]], batch: int, length: int
-) -> dict[str, Tensor]:
+def _pad_sequences(sequences: Sequence[Sequence[int]], batch: int, length: int) -> Batch:
     """Returns tokens, targets and positions `[b, s]` of sequences, padded at the end."""
     lengths = torch.ones(batch, dtype=torch.int64)
     tokens = torch.zeros(batch, length, dtype=torch.int64)
@@ -161,10 +163,29 @@ def _pad_sequences(
         tokens[row, : len(one) - 1] = known[:-1]
         targets[row, : len(one) - 1] = known[1:]
         lengths[row] = len(one) - 1
-    inputs = {"tokens": tokens, "targets": targets}
     if bool((lengths < length).any()):
-        inputs["positions"] = padded_positions(lengths, length)
-    return inputs
+        return Batch(tokens, targets, padded_positions(lengths, length))
+    return Batch(tokens, targets)
+
+
+def _shard_sequences(batch: Batch, sequences: Sequence[Sequence[int]], grid: Grid) -> Batch:
+    """Returns this rank's tokens of padded sequences, if context splits them."""
+    ranks = grid.degrees["context"]
+    if ranks == 1:
+        return batch
+    rows, length = batch.tokens.shape
+    counts = [len(one) - 1 for one in sequences] + [0] * (rows - len(sequences))
+    # Padding is a document of its own, so that LongRoPE sees only the length of the text.
+    lengths = [tuple(n for n in (count, length - count) if n) for count in counts]
+    orders = [order_tokens(one, ranks, "balanced") for one in lengths]
+    return batch.shard_by_orders(orders, grid.index["context"])
+
+
+def _restore_order(y: Tensor, batch: Batch) -> Tensor:
+    """Returns scores of the tokens of all ranks of context `[2, b, s]` in the order of tokens."""
+    if not isinstance(batch.documents, ContextDocuments):
+        return y
+    return y.take_along_dim(batch.documents.places.to(y.device).unsqueeze(0), 2)
 
 
 def pad_vocab_shard(y: Tensor, parallel: ParallelModel) -> Tensor:
