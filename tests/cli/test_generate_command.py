@@ -55,13 +55,15 @@ def read_answers(path: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("axis", ["row", "context"])
 def test_a_batch_on_a_grid_continues_after_it_was_killed(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], axis: str
 ) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(f'{{"prompt": "text {i}"}}\n' for i in range(NUM_LINES)))
     out, whole = tmp_path / "out.jsonl", tmp_path / "whole.jsonl"
-    words = (folder, "--input", prompts, "--output", out, *BATCH, "--nproc", 2, "--plan.row", 2)
+    grid = ("--nproc", 2, f"--plan.{axis}", 2)
+    words = (folder, "--input", prompts, "--output", out, *BATCH, *grid)
     process = subprocess.Popen(
         command(*words), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )

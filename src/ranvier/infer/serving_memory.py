@@ -83,7 +83,8 @@ def print_memory(
     num_blocks = int(least_blocks)
     longest = resolve_max_model_len(model, config, num_blocks)
     block_tokens = count_block_tokens(model, config)
-    each = -(-longest // block_tokens)
+    # The last token is sampled and not stored.
+    each = -(-(longest - 1) // block_tokens)
     homes = replica.world_size // (replica.row * replica.pipe * replica.context)
     if plan.col_splits == "features":
         homes //= replica.col

@@ -413,6 +413,20 @@ def test_dry_run_shows_memory_and_the_longest_request(
     assert "weights in bf16" in text and "KV cache: 118.3 GiB" in text, text
 
 
+def test_dry_run_counts_the_pages_of_all_ranks_of_context(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("serve", str(folder), "--dry-run", "--engine.kv-cache-gib", "0.00005")
+    assert call(*words) == 0
+    text = capsys.readouterr().out
+    assert "2 blocks of 64 tokens" in text and "Longest request: 129 tokens" in text, text
+    assert call(*words, "--plan.context", "3") == 0
+    text = capsys.readouterr().out
+    assert "2 blocks of 192 tokens" in text and "Longest request: 385 tokens" in text, text
+    assert "64 tokens on each of 3 ranks of context" in text, text
+    assert "Requests of that length at the same time: 1" in text, text
+
+
 def test_replicas_are_no_options(capsys: pytest.CaptureFixture[str]) -> None:
     with contextlib.suppress(SystemExit):
         call("serve", "--help")
@@ -474,8 +488,11 @@ def test_a_pool_smaller_than_a_request_is_refused_by_the_engine(folder: Path) ->
     assert "Traceback" not in ended.stderr + ended.stdout
 
 
+GRIDS = [("--plan.row", 2), ("--plan.pipe", 2), ("--plan.col", 2), ("--plan.context", 2)]
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("words", [("--plan.row", 2), ("--plan.pipe", 2), ("--plan.col", 2)])
+@pytest.mark.parametrize("words", GRIDS)
 def test_a_grid_gives_the_same_answers_and_drains(
     folder: Path, words: tuple[Any, ...], tmp_path: Path
 ) -> None:

@@ -88,7 +88,8 @@ def describe_engine(
     plan = ", ".join(f"{axis}={size}" for axis, size in degrees.items()) or "one device"
     num_blocks = engine.stats().num_blocks
     block_tokens = engine.runner.tokens_per_block
-    longest = -(-engine.max_model_len // block_tokens)
+    # The last token is sampled and not stored.
+    longest = max(1, -(-(engine.max_model_len - 1) // block_tokens))
     return EngineInfo(
         replica=options.replica,
         max_model_len=engine.max_model_len,

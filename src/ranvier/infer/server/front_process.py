@@ -188,7 +188,8 @@ class FrontProcess:
             self._has_shown_ready = True
             self.engines.has_been_ready = True
             info = client.ready_replicas[0].info
-            longest = max(1, -(-info.max_model_len // info.block_size))
+            # The last token is sampled and not stored.
+            longest = max(1, -(-(info.max_model_len - 1) // info.block_size))
             fitting = info.num_blocks // longest
             print(
                 f"Ready: {model.name} at {address}, {info.num_blocks:,} blocks of "
