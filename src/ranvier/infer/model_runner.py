@@ -47,6 +47,8 @@ from ranvier.models.paged_attention import (
     KVCache,
     PagedAttention,
     PagedSequences,
+    PagePartAttention,
+    attend_to_own_pages,
     paged_attention,
 )
 from ranvier.nn.attention import AttentionCore as ParallelAttentionCore
@@ -180,6 +182,7 @@ class ModelRunner:
             keys, values = (torch.zeros(shape, dtype=dtype, device=self.device) for _ in range(2))
             core.kv_cache = KVCache(keys, values)
             core.attend_paged = choose_paged_attention(core.kv_cache, batch_invariant)
+            core.attend_own_pages = choose_page_attention(core.kv_cache)
         has_kernels = all(core.attend_paged is not paged_attention for core in self._cores)
         self._has_kernels = self.device.type == "cuda" and has_kernels
         if batch_invariant:
@@ -499,15 +502,31 @@ MAX_FEATURES = 1 << 62
 
 def choose_paged_attention(cache: KVCache, batch_invariant: bool = False) -> PagedAttention:
     """Returns the attention for a cache: Triton kernels where they support it."""
-    if not cache.keys.is_cuda or not has_triton():
+    if not _supports_kernels(cache):
         return paged_attention
     from ranvier.infer import paged_kernels
 
-    if paged_kernels.supports(cache):
-        if batch_invariant:
-            return paged_kernels.batch_invariant_attention
-        return paged_kernels.paged_attention
-    return paged_attention
+    if batch_invariant:
+        return paged_kernels.batch_invariant_attention
+    return paged_kernels.paged_attention
+
+
+def choose_page_attention(cache: KVCache) -> PagePartAttention:
+    """Returns the attention to the pages of a rank of context."""
+    if not _supports_kernels(cache):
+        return attend_to_own_pages
+    from ranvier.infer import paged_kernels
+
+    return paged_kernels.attend_to_own_pages
+
+
+def _supports_kernels(cache: KVCache) -> bool:
+    """Whether the Triton kernels support a cache."""
+    if not cache.keys.is_cuda or not has_triton():
+        return False
+    from ranvier.infer import paged_kernels
+
+    return paged_kernels.supports(cache)
 
 
 def _write_scores(results: Tensor, scores: TokenScores | None) -> None:

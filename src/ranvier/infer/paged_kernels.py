@@ -10,15 +10,21 @@ Prefill: some tokens of a sequence, and the heads that share a kv head, are the 
 which attends to the blocks of its sequence up to its last token. Only tiles of keys on the diagonal
 are masked.
 
+If the ranks of context share the pages of a sequence, the same kernels attend to those of one rank:
+the keys of a rank are in the order of their positions, so that a query sees a range of them, whose
+bounds `_count_own_keys` computes. They then also return log-sum-exps (base e), by which the results
+of all ranks are merged.
+
 Batch-invariant attention treats every token as a decode with a fixed number of splits, so that the
 order of additions depends on nothing but its position.
 
-`models.paged_attention.paged_attention` is the plain equivalent.
+`models.paged_attention.paged_attention` and `attend_to_own_pages` are the plain equivalents.
 """
 
 from __future__ import annotations
 
 import importlib
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -45,6 +51,7 @@ CHUNK_KEYS = 64
 WRITE_TOKENS = 16
 """Tokens that one program of `write_cache` writes."""
 LOG2_E = tl.constexpr(1.4426950408889634)
+LOG_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -104,6 +111,19 @@ def _attend_to_tile(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _count_own_keys(  # type: ignore[no-untyped-def]
+    num_tokens,
+    context_index,
+    BLOCK_SIZE: tl.constexpr,
+    CONTEXT: tl.constexpr,
+):
+    """Returns how many of the first tokens of a sequence are in pages of this rank of context."""
+    rest = num_tokens % (BLOCK_SIZE * CONTEXT) - context_index * BLOCK_SIZE
+    whole = num_tokens // (BLOCK_SIZE * CONTEXT) * BLOCK_SIZE
+    return whole + tl.minimum(tl.maximum(rest, 0), BLOCK_SIZE)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _decode_kernel(  # type: ignore[no-untyped-def]
     q,
     new_keys,
@@ -131,6 +151,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     slot_stride,
     table_stride,
     num_heads,
+    context_index,
     GROUP: tl.constexpr,
     GROUP_ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -141,6 +162,8 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     HAS_WINDOW: tl.constexpr,
     WRITES: tl.constexpr,
     MERGES: tl.constexpr,
+    CONTEXT: tl.constexpr,
+    RETURNS_LSE: tl.constexpr,
     EXACT: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
@@ -148,7 +171,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
 
     If it writes, the last key and value of a sequence come from the step: the program whose split
     has their block attends to them, and stores them there. If it merges, the last program of a
-    group that ends merges the splits.
+    group that ends merges the splits. With context it does neither.
     """
     if IS_DEPENDENT:
         tl.extra.cuda.gdc_wait()
@@ -172,6 +195,11 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     first = 0
     if HAS_WINDOW:
         first = tl.maximum(length - window, 0)
+    if CONTEXT > 1:
+        # From here on both count the keys of this rank.
+        length = _count_own_keys(length, context_index, BLOCK_SIZE, CONTEXT)
+        if HAS_WINDOW:
+            first = _count_own_keys(first, context_index, BLOCK_SIZE, CONTEXT)
     # Tokens in the cache.
     num_cached = length
     if WRITES:
@@ -244,6 +272,8 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     out = row_index[:, None] * HEAD_DIM + columns[None, :]
     if NUM_SPLITS == 1:
         tl.store(merged + out, y.to(merged.dtype.element_ty), mask=inside_row)
+        if RETURNS_LSE:
+            tl.store(partial_lse + row_index, lse * LOG_2, mask=is_row)
     else:
         place_own = row_index * NUM_SPLITS + split
         tl.store(partial_lse + place_own, lse, mask=is_row)
@@ -289,9 +319,11 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
     partial_y,
     partial_lse,
     y,
+    merged_lse,
     HEAD_DIM: tl.constexpr,
     HEAD_COLUMNS: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
+    RETURNS_LSE: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
     """Merges the splits of one head of one sequence."""
@@ -314,6 +346,20 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
     )
     merged = tl.sum(parts * weights[:, None], 0) / tl.where(total == 0.0, 1.0, total)
     tl.store(y + row * HEAD_DIM + columns, merged.to(y.dtype.element_ty), mask=is_column)
+    if RETURNS_LSE:
+        # Without keys the peak is -inf, and so is the sum.
+        tl.store(merged_lse + row, (peak + tl.log2(tl.where(total == 0.0, 1.0, total))) * LOG_2)
+
+
+@dataclass(frozen=True, eq=False)
+class OwnPages:
+    """Attention to the pages of one rank of context, and where its log-sum-exps are stored."""
+
+    context_size: int
+    """Number of ranks of context."""
+    context_index: int
+    lse: Tensor
+    """Log-sum-exps of all heads of each query, fp32 `[n, h]`."""
 
 
 def decode_attention(
@@ -328,6 +374,7 @@ def decode_attention(
     window: int = 0,
     cap: float = 0.0,
     num_splits: int = 0,
+    own: OwnPages | None = None,
 ) -> Tensor:
     """Attends from queries, `[n, h, k]`, to the first tokens of their sequences in the cache.
 
@@ -336,8 +383,10 @@ def decode_attention(
     yet; they are written to it. Then each query must be of another sequence. counters: int32, at
     least `[n · g]`, zeros before and after; with them one kernel is enough. num_splits: number of
     splits of a sequence, a power of two; 0 chooses it by the batch. The order of additions depends
-    on it and on the length of the sequence only.
+    on it and on the length of the sequence only. own: attends to the pages of one rank of context
+    only, without `new` and `counters`; the result is then in fp32.
     """
+    assert own is None or (new is None and counters is None), "pages are written before"
     num_sequences, num_heads, head_dim = q.shape
     kv_heads = cache.keys.shape[1]
     group = num_heads // kv_heads
@@ -347,7 +396,10 @@ def decode_attention(
     shape = (num_sequences, num_heads, num_splits)
     partial_y = torch.empty((*shape, head_dim), dtype=torch.float32, device=q.device)
     partial_lse = torch.empty(shape, dtype=torch.float32, device=q.device)
-    y = torch.empty((num_sequences, num_heads, head_dim), dtype=q.dtype, device=q.device)
+    dtype = q.dtype if own is None else torch.float32
+    y = torch.empty((num_sequences, num_heads, head_dim), dtype=dtype, device=q.device)
+    if own is not None and num_splits == 1:
+        partial_lse = own.lse
     columns = triton.next_power_of_2(head_dim)
     assert cache.keys.stride() == cache.values.stride(), "keys and values have one layout"
     is_dependent = has_dependent_launch(q.device.index)
@@ -377,6 +429,7 @@ def decode_attention(
         cache.keys.stride(2),
         block_table.stride(0),
         num_heads,
+        0 if own is None else own.context_index,
         GROUP=group,
         GROUP_ROWS=max(16, triton.next_power_of_2(group)),
         HEAD_DIM=head_dim,
@@ -387,6 +440,8 @@ def decode_attention(
         HAS_WINDOW=window > 0,
         WRITES=new is not None,
         MERGES=counters is not None,
+        CONTEXT=1 if own is None else own.context_size,
+        RETURNS_LSE=own is not None,
         EXACT=q.dtype == torch.float32,
         IS_DEPENDENT=is_dependent,
         num_warps=4,
@@ -399,9 +454,11 @@ def decode_attention(
         partial_y,
         partial_lse,
         y,
+        partial_lse if own is None else own.lse,
         HEAD_DIM=head_dim,
         HEAD_COLUMNS=max(16, columns),
         NUM_SPLITS=num_splits,
+        RETURNS_LSE=own is not None,
         IS_DEPENDENT=is_dependent,
         num_warps=1 if head_dim <= 128 else 2,
         launch_pdl=is_dependent,
@@ -418,6 +475,7 @@ def _chunk_kernel(  # type: ignore[no-untyped-def]
     query_start_loc,
     seq_lens,
     y,
+    lse,
     scale,
     cap,
     window,
@@ -429,6 +487,7 @@ def _chunk_kernel(  # type: ignore[no-untyped-def]
     table_stride,
     num_heads,
     num_sequences,
+    context_index,
     GROUP: tl.constexpr,
     GROUP_ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -438,6 +497,8 @@ def _chunk_kernel(  # type: ignore[no-untyped-def]
     KEYS: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    CONTEXT: tl.constexpr,
+    RETURNS_LSE: tl.constexpr,
     EXACT: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
@@ -486,11 +547,24 @@ def _chunk_kernel(  # type: ignore[no-untyped-def]
         )
         first_position = length - stop + first_token
         num_visible = tl.minimum(first_position + TOKENS, length)
+        num_all_see = first_position + 1
+        first_visible = 0
+        if HAS_WINDOW:
+            first_visible = tl.maximum(first_position - window + 1, 0)
+        if CONTEXT > 1:
+            # From here on all of them, and places, count the keys of this rank.
+            num_visible = _count_own_keys(num_visible, context_index, BLOCK_SIZE, CONTEXT)
+            num_all_see = _count_own_keys(num_all_see, context_index, BLOCK_SIZE, CONTEXT)
+            end = _count_own_keys(positions + 1, context_index, BLOCK_SIZE, CONTEXT)
+            if HAS_WINDOW:
+                first_visible = _count_own_keys(first_visible, context_index, BLOCK_SIZE, CONTEXT)
+                begin = tl.maximum(positions - window + 1, 0)
+                begin = _count_own_keys(begin, context_index, BLOCK_SIZE, CONTEXT)
         first_tile = 0
         # All rows see all keys of the tiles up to this one.
-        num_full = (first_position + 1) // KEYS
+        num_full = num_all_see // KEYS
         if HAS_WINDOW:
-            first_tile = tl.maximum(first_position - window + 1, 0) // KEYS
+            first_tile = first_visible // KEYS
             num_full = first_tile
         peak = tl.full([TOKENS * GROUP_ROWS], -float("inf"), tl.float32)
         total = tl.zeros([TOKENS * GROUP_ROWS], tl.float32)
@@ -531,9 +605,14 @@ def _chunk_kernel(  # type: ignore[no-untyped-def]
                 block = tl.load(table + place // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
                 slots = place % BLOCK_SIZE
             at = block * block_stride + slots * slot_stride + kv_head * kv_head_stride
-            is_visible = place[None, :] <= positions[:, None]
-            if HAS_WINDOW:
-                is_visible &= place[None, :] > positions[:, None] - window
+            if CONTEXT > 1:
+                is_visible = place[None, :] < end[:, None]
+                if HAS_WINDOW:
+                    is_visible &= place[None, :] >= begin[:, None]
+            else:
+                is_visible = place[None, :] <= positions[:, None]
+                if HAS_WINDOW:
+                    is_visible &= place[None, :] > positions[:, None] - window
             out, total, peak = _attend_to_tile(
                 query,
                 out,
@@ -556,6 +635,10 @@ def _chunk_kernel(  # type: ignore[no-untyped-def]
             out.to(y.dtype.element_ty),
             mask=is_row[:, None] & is_column[None, :],
         )
+        if RETURNS_LSE:
+            # Without keys the peak is -inf, and so is the sum.
+            sums = (peak + tl.log2(tl.where(total == 0.0, 1.0, total))) * LOG_2
+            tl.store(lse + tokens.to(tl.int64) * num_heads + heads, sums, mask=is_row)
 
 
 def chunk_attention(
@@ -569,13 +652,14 @@ def chunk_attention(
     window: int = 0,
     cap: float = 0.0,
     rows: int = CHUNK_ROWS,
+    own: OwnPages | None = None,
 ) -> None:
     """Attends from the last tokens of sequences to all their tokens in the cache.
 
     The host knows no length, so that the kernel can be part of a CUDA graph. q: `[T, h, k]`; y:
     the output, contiguous; tokens of no sequence keep what it has. query_start_loc: start of the
     tokens of each sequence, then the end, `[n + 1]`; seq_lens: `[n]`. rows: queries of a tile,
-    times heads of a group.
+    times heads of a group. own: attends to the pages of one rank of context only.
     """
     num_tokens, num_heads, head_dim = q.shape
     kv_heads = cache.keys.shape[1]
@@ -597,6 +681,7 @@ def chunk_attention(
         query_start_loc,
         seq_lens,
         y,
+        y if own is None else own.lse,
         head_dim**-0.5,
         cap,
         window,
@@ -606,6 +691,7 @@ def chunk_attention(
         block_table.stride(0),
         num_heads,
         num_sequences,
+        0 if own is None else own.context_index,
         GROUP=group,
         GROUP_ROWS=group_rows,
         TOKENS=tokens,
@@ -615,6 +701,8 @@ def chunk_attention(
         KEYS=CHUNK_KEYS,
         HAS_CAP=cap > 0.0,
         HAS_WINDOW=window > 0,
+        CONTEXT=1 if own is None else own.context_size,
+        RETURNS_LSE=own is not None,
         EXACT=is_exact,
         IS_DEPENDENT=is_dependent,
         num_warps=4,
@@ -885,6 +973,59 @@ def paged_attention(
     lens = (sequences.query_start_loc, sequences.seq_lens, sequences.host_lens)
     mixed: Tensor = torch.ops.ranvier.paged_mixed(q, k, v, *where, *rows, *lens, window, cap)
     return mixed
+
+
+def attend_to_own_pages(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache: KVCache,
+    sequences: PagedSequences,
+    window: int = 0,
+    cap: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Writes keys and values of own pages into the cache, and attends to all own pages.
+
+    q, o: `[T, h, k]`; k, v: `[T, g, k]`; log-sum-exps: `[h, T]`; as
+    `models.paged_attention.attend_to_own_pages`.
+    """
+    write_cache(k, v, cache.keys, cache.values, sequences.slot_mapping)
+    lengths = sequences.query_lens
+    num_decodes = lengths.count(1)
+    num_rows = len(lengths) - lengths.count(0)
+    num_tokens = sum(lengths)
+    o = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    own = OwnPages(sequences.context_size, sequences.context_index, lse)
+    if num_decodes:
+        o[:num_decodes] = decode_attention(
+            q[:num_decodes],
+            cache,
+            sequences.block_table,
+            sequences.token_rows,
+            sequences.token_lens,
+            window=window,
+            cap=cap,
+            own=own,
+        )
+    if num_rows > num_decodes:
+        prompts = slice(num_decodes, num_rows)
+        chunk_attention(
+            q,
+            cache,
+            sequences.block_table[prompts],
+            sequences.query_start_loc[num_decodes : num_rows + 1],
+            sequences.seq_lens[prompts],
+            o,
+            window=window,
+            cap=cap,
+            rows=PROMPT_ROWS,
+            own=own,
+        )
+    # Padding.
+    o[num_tokens:] = 0.0
+    lse[num_tokens:] = float("-inf")
+    return o, lse.T
 
 
 INVARIANT_SPLITS = 4
