@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -82,14 +83,18 @@ def serve_twice(
     params: dict[str, Any],
     dtype: torch.dtype = torch.float32,
 ) -> list[Served]:
-    """The same requests with a cold and with a warm prefix cache; on the leader."""
+    """The same requests with a cold and with a warm prefix cache; on the leader.
+
+    First the tokens of a step are split over context, and then all its ranks compute all of them.
+    """
     model = loaded(grid, folder, inner, dtype)
+    splits: dict[str, RowSplit] = {"cold": "tokens", "warm": "none"}
 
     def work(engine: Engine) -> list[Served]:
-        return [
-            serve(engine, make_requests(SamplingParams(**params), name))
-            for name in ("cold", "warm")
-        ]
+        found = []
+        for name, engine.runner.context_splits in splits.items():
+            found.append(serve(engine, make_requests(SamplingParams(**params), name)))
+        return found
 
     return run_with_engine(model, EngineConfig(**options), work, num_blocks=num_blocks) or []
 
@@ -149,18 +154,21 @@ class Recorded:
 def record_logprobs(
     grid: Grid, folder: Path, inner: str, layouts: Sequence[RowSplit]
 ) -> list[Recorded]:
-    """Serves prompts in float64 with each layout of the residual stream."""
+    """Serves prompts in float64 with each layout of the residual stream over row and context."""
     model = loaded(grid, folder, inner, torch.float64)
     params = SamplingParams(
         temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=0, prompt_logprobs=0
     )
     found = []
-    for layout in layouts:
+    for layout, context_splits in product(layouts, get_args(RowSplit)):
+        if context_splits == "tokens" and grid.degrees["context"] == 1:
+            continue
         differences: list[str] = []
         with open_engine(
             model, EngineConfig(max_num_batched_tokens=24), num_blocks=40, row_splits=layout
         ) as engine:
             watch_steps(engine.runner, differences)
+            engine.runner.context_splits = context_splits
             if grid.rank != 0:
                 engine.runner.follow()
                 found.append(Recorded([], differences))

@@ -165,10 +165,12 @@ def check_greedy(
     model, folder = made
     degrees, inner = grid
     budget, block_size, num_blocks = load
+    # Each rank of context has its share of a block. A small pool must hold the longest request.
+    context = degrees.get("context", 1)
+    page_size = -(-block_size // context) if num_blocks else block_size // context
     options = {
         "max_num_batched_tokens": budget,
-        # Each rank of context has its share of a block.
-        "block_size": -(-block_size // degrees.get("context", 1)),
+        "block_size": page_size,
         "async_scheduling": ahead,
     }
     num_blocks = num_blocks or 12 * POSITIONS // block_size + 1

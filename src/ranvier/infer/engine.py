@@ -176,7 +176,7 @@ class Engine:
         self._bytes_read = 0
         self._num_generated_tokens = 0
         self._collective_bytes: Counter[str] = Counter()
-        self._bytes_of_step: dict[tuple[int, str, bool], Counter[str]] = {}
+        self._bytes_of_step: dict[tuple[int, str, bool, str], Counter[str]] = {}
         model_config: Any = runner.model.config
         self._longrope_limit = math.inf
         """Sequences with more tokens have other frequencies, in models with LongRoPE."""
@@ -316,9 +316,11 @@ class Engine:
     def _build_step(self, homes: Sequence[HomeInput], states: Sequence[RequestState]) -> StepInput:
         """Returns the input of a step."""
         num_tokens = max(self.runner.min_tokens, *(home.num_tokens for home in homes))
-        row_splits = self.runner.choose_row_splits(num_tokens)
+        context_splits = self.runner.choose_context_splits(num_tokens)
+        row_splits = self.runner.choose_row_splits(num_tokens, context_splits)
         # A home without tokens, and the rest of other homes, is padding.
-        num_tokens = round_up(num_tokens, self.runner.token_multiple(row_splits))
+        multiple = self.runner.token_multiple(row_splits, context_splits)
+        num_tokens = round_up(num_tokens, multiple)
         num_top = -1
         for state in states:
             params = state.sampling.params
@@ -329,7 +331,7 @@ class Engine:
         has_adapters = len(self._adapters) > 1 and any(
             state.sequence.request.adapter for state in states
         )
-        return StepInput(homes, num_tokens, row_splits, num_top, has_adapters)
+        return StepInput(homes, num_tokens, row_splits, num_top, has_adapters, context_splits)
 
     def _build_home(self, home: int, work: Sequence[HomeWork]) -> HomeInput:
         """Returns the part of a step that belongs to one home."""
@@ -523,7 +525,7 @@ class Engine:
 
     def _predict_bytes(self, step: StepInput) -> Counter[str]:
         """Returns the bytes that the collectives of a step move, by axis."""
-        key = (step.num_tokens, step.row_splits, step.has_adapters)
+        key = (step.num_tokens, step.row_splits, step.has_adapters, step.context_splits)
         if key not in self._bytes_of_step:
             self._bytes_of_step[key] = self.runner.predict_bytes(step)
         return self._bytes_of_step[key]

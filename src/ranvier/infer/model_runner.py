@@ -3,8 +3,9 @@
 A home is a place for the keys and values of sequences: a coordinate of the axes that split samples
 inside of layers (`ShardingTable.token_axes`). With several homes all of them step together, and one
 without work takes part with padding. Keys and values of a home are split over its ranks as the
-table says: layers over pipe, kv heads over row (and col), pages of a sequence over context. All
-ranks of context compute the same tokens; each one attends to its own pages (`nn.attention`).
+table says: layers over pipe, kv heads over row (and col), pages of a sequence over context. Each
+rank of context attends to its own pages (`nn.attention`). Outside of attention the tokens of a step
+are split over context, or, if they are few, all its ranks compute all of them.
 
 The leader (rank 0) builds the input of a step and sends it to all ranks; the other ranks follow.
 All ranks of a home sample the same tokens, which are then sent to all ranks.
@@ -145,6 +146,8 @@ class ModelRunner:
     ) -> None:
         self.model = model
         self._row_splits = row_splits
+        self.context_splits: RowSplitChoice = "auto"
+        """What context splits of a step, or auto."""
         self._is_in_step = False
         """Whether a step was begun and has not ended."""
         self.parallel = get_parallel_model(model)
@@ -296,25 +299,49 @@ class ModelRunner:
             whole, KV_CACHE_DIMS, rule, parallel.grid.degrees, units=parallel.sizes
         ).local_shape
 
-    def choose_row_splits(self, num_tokens: int) -> RowSplit:
+    def choose_context_splits(self, num_tokens: int) -> RowSplit:
+        """Returns whether context splits the tokens of a step, or all its ranks compute all.
+
+        Splitting them divides the work of linear layers, and adds a collective to each layer.
+        """
+        config: Any = self.model.config
+        # Experts with a capacity accept the first tokens, of which a rank must have all.
+        if self.context_axis.size == 1 or (self._has_experts and config.capacity_factor > 0.0):
+            return "none"
+        if self.context_splits != "auto":
+            return self.context_splits
+        enough = num_tokens >= MIN_TOKENS_TO_SPLIT * self.context_axis.size
+        return "tokens" if enough else "none"
+
+    def choose_row_splits(self, num_tokens: int, context_splits: RowSplit = "none") -> RowSplit:
         """Returns the layout of the residual stream that communicates fewer bytes over row.
 
         Per layer both move as much, but if row splits tokens, they are padded to a multiple of it.
         """
         if self._row_splits != "auto":
             return self._row_splits
+        if context_splits == "tokens":
+            num_tokens = -(-num_tokens // self.context_axis.size)
         row = self.grid.degrees["row"]
         # With as many bytes, an all-reduce has half the latency.
         if row == 1 or (num_tokens % row == 0 and num_tokens >= MIN_TOKENS_TO_SPLIT * row):
             return "tokens"
         return "none"
 
-    def token_multiple(self, row_splits: RowSplit) -> int:
+    def token_multiple(self, row_splits: RowSplit, context_splits: RowSplit = "none") -> int:
         """Returns the number that must divide the tokens of a home in this layout."""
+        degrees, _ = self._token_grid(context_splits)
         # Experts always split tokens over row.
         if row_splits == "tokens" or self.parallel.load_balancer is not None:
-            return self.parallel.table.seq_multiple({**self.grid.degrees, "context": 1})
-        return 1
+            return self.parallel.table.seq_multiple(degrees)
+        return degrees["context"]
+
+    def _token_grid(self, context_splits: RowSplit) -> tuple[dict[str, int], dict[str, int]]:
+        """Returns degrees and coordinates of this rank; without context if it splits no tokens."""
+        degrees, index = dict(self.grid.degrees), dict(self.grid.index)
+        if context_splits == "none":
+            return degrees | {"context": 1}, index | {"context": 0}
+        return degrees, index
 
     def predict_bytes(self, step: StepInput) -> Counter[str]:
         """Returns the bytes that the collectives of layers move in a step, by axis."""
@@ -326,11 +353,14 @@ class ModelRunner:
     def predict_events(self, step: StepInput) -> list[Event]:
         """Predicts the communication of the layers in a step."""
         itemsize = self.parallel.bucket_scheduler.buckets[0].data.element_size()
-        # All ranks of context have all tokens.
-        seq = step.num_tokens * self.context_axis.size
+        seq = step.num_tokens
+        if step.context_splits == "none":
+            # Layers count the tokens of all ranks, of which each has all.
+            seq *= self.context_axis.size
         shape = ActivationShape(len(self.read_homes), seq, itemsize, max(itemsize, 4))
         context = self.parallel.step_context
         context.row_splits = step.row_splits
+        context.context_splits = step.context_splits
         try:
             events = [
                 event
@@ -340,10 +370,9 @@ class ModelRunner:
                 for event in self._layer_events(layer, shape, step)
             ]
             if self.head is not None:
-                num_logits = step.num_logits * self.context_axis.size
-                events += self.head.selected_events(shape, num_logits)
+                events += self.head.selected_events(shape, step.num_logits)
         finally:
-            context.row_splits = "tokens"
+            context.row_splits = context.context_splits = "tokens"
         return events
 
     @staticmethod
@@ -427,6 +456,8 @@ class ModelRunner:
             pad_rows([positions_of(home) for home in read], step.num_tokens),
             pad_rows(rows, step.num_logits),
         ]
+        own_tokens = self._own_tokens(step)
+        arrays[:2] = [array[:, own_tokens] for array in arrays[:2]]
         tokens, positions, logits_to_keep = copy_together(arrays, self.device)
         # Some tokens were sampled by the step before, and the host does not know them yet.
         sampled = self.sampled_tokens[(-1 - tokens).clamp(min=0)]
@@ -440,22 +471,31 @@ class ModelRunner:
             context_size=self.context_axis.size,
             context_index=self.context_axis.index,
         )
-        self.parallel.step_context.row_splits = step.row_splits
+        sequences = replace(sequences, rope_lengths=sequences.rope_lengths[:, own_tokens])
+        context = self.parallel.step_context
+        context.row_splits = step.row_splits
+        context.context_splits = step.context_splits
         self._select_adapters(step)
         try:
             return self._forward(tokens, positions, sequences, logits_to_keep)
         finally:
-            self.parallel.step_context.row_splits = "tokens"
+            context.row_splits = context.context_splits = "tokens"
             if self._token_adapters is not None:
                 self._token_adapters.factors = None
+
+    def _own_tokens(self, step: StepInput) -> slice:
+        """Returns which tokens of a step this rank of context has outside of attention."""
+        if step.context_splits == "none":
+            return slice(None)
+        size = step.num_tokens // self.context_axis.size
+        return slice(self.context_axis.index * size, (self.context_axis.index + 1) * size)
 
     def _select_adapters(self, step: StepInput) -> None:
         """Sets the adapter of each token, in the layout of a LoRA rank `[b/col, s/row, r]`."""
         if self._token_adapters is None or not step.has_adapters:
             return
         table = replace(self.parallel.table, row_splits=step.row_splits)
-        # All ranks of context have all tokens.
-        degrees, index = {**self.grid.degrees, "context": 1}, {**self.grid.index, "context": 0}
+        degrees, index = self._token_grid(step.context_splits)
         homes = local_range(self.num_homes, table.token_axes("rank", "batch"), degrees, index)
         tokens = local_range(step.num_tokens, table.token_axes("rank", "seq"), degrees, index)
         numbers = pad_rows([adapters_of(step.homes[i]) for i in homes], step.num_tokens)
@@ -493,7 +533,8 @@ class ModelRunner:
 
 
 MIN_TOKENS_TO_SPLIT = 64
-"""Tokens per rank of row from which the work of norms outweighs the latency of two collectives."""
+"""Tokens per rank of row from which the work of norms outweighs the latency of two collectives; per
+rank of context, from which that of linear layers outweighs the latency of one more."""
 
 
 MAX_FEATURES = 1 << 62

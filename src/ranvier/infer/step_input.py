@@ -79,6 +79,8 @@ class StepInput:
     """Number of most likely tokens whose log-probabilities are returned; -1 returns none."""
     has_adapters: bool = False
     """Whether a chunk has an adapter."""
+    context_splits: RowSplit = "none"
+    """What context splits: the tokens of the step, or nothing."""
 
     @property
     def num_logits(self) -> int:
@@ -93,6 +95,7 @@ class StepInput:
             ROW_SPLITS.index(self.row_splits),
             self.num_top,
             int(self.has_adapters),
+            ROW_SPLITS.index(self.context_splits),
         ]
         parts: list[Tensor] = []
         for home in self.homes:
@@ -115,7 +118,7 @@ class StepInput:
         count = int(packed[0])
         numbers = _NumberReader(packed[1 : 1 + count].tolist())
         rest = packed[1 + count :]
-        num_homes, num_tokens, row_splits, num_top, has_adapters = numbers.take(5)
+        num_homes, num_tokens, row_splits, num_top, has_adapters, context_splits = numbers.take(6)
         homes = []
         for _ in range(num_homes):
             num_chunks, num_sampled, num_scored = numbers.take(3)
@@ -131,7 +134,14 @@ class StepInput:
             )
             sampling = SamplingInputs.unpack(integers, floats.view(torch.float64))
             homes.append(HomeInput(chunks, sampling, *rows))
-        return cls(homes, num_tokens, ROW_SPLITS[row_splits], num_top, bool(has_adapters))
+        return cls(
+            homes,
+            num_tokens,
+            ROW_SPLITS[row_splits],
+            num_top,
+            bool(has_adapters),
+            ROW_SPLITS[context_splits],
+        )
 
 
 @dataclass

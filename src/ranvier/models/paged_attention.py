@@ -40,7 +40,8 @@ class PagedSequences:
     slot_mapping: Tensor
     """Slot of each token, block · block_size + offset, int64 `[T]`."""
     rope_lengths: Tensor
-    """Number of known tokens of each token's sequence, which LongRoPE depends on, `[1, T]`."""
+    """Number of known tokens of each token's sequence, which LongRoPE depends on, `[1, T]`; if
+    context splits the tokens of the step, of those of this rank, `[1, T/context]`."""
     token_rows: Tensor
     """Row of the sequence of each token in `block_table`, `[T]`."""
     token_lens: Tensor
@@ -72,8 +73,12 @@ class PagedSequences:
         return self.host_lens[1].tolist()
 
     def narrow(self, start: int, tokens: int) -> PagedSequences:
-        """Returns these sequences: a rank only has those whose blocks it stores."""
-        assert tokens == len(self.slot_mapping), (tokens, self.slot_mapping.shape)
+        """Returns these sequences: a rank only has those whose blocks it stores.
+
+        tokens: all tokens of the step, or, if context splits them, those of a rank.
+        """
+        size = len(self.slot_mapping)
+        assert tokens in (size, size // self.context_size), (tokens, size)
         return self
 
 

@@ -7,7 +7,8 @@ splits the tokens of a sample, a rank attends from its tokens to those of all ra
 
 In a step of an inference engine, the ranks of context store the pages of a sequence in turn. Every
 rank attends from all tokens of the step to its own pages, and the results are merged by their
-log-sum-exps, in fp32.
+log-sum-exps, in fp32. Where the tokens of the step are split over context, as they are if prompts
+are computed, they are gathered before, and each rank merges the results of its own tokens.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class AttentionCore(ParallelLayer):
     angles or positions; documents: `[b, s]`, None, `ContextDocuments`, or `BlockAttention` in a
     compiled graph.
     Communicates: keys and values over context, as `nn.context_attention` describes; in an inference
-    engine all-gather of outputs and log-sum-exps over context.
+    engine all-gather of outputs and log-sum-exps over context, or, if context splits tokens,
+    all-gather of q, k and v, and all-to-all of outputs and log-sum-exps.
 
     Args:
         site: Name and context of the layer.
@@ -167,29 +169,53 @@ class AttentionCore(ParallelLayer):
         )
 
     def _attend_to_pages(self, q: Tensor, k: Tensor, v: Tensor, sequences: Any) -> Tensor:
-        """Returns attention to the pages of all ranks of context, `[b/col, T, h·k]`.
+        """Returns attention to the pages of all ranks of context, `[1, T, h·k]`.
 
-        q: `[b/col, T, h, k]`; k, v: `[b/col, T, g, k]`, equal on all ranks of context; sequences:
-        those of the step. Communicates: all-gather of outputs and log-sum-exps over context.
+        q: `[1, T, h, k]`; k, v: `[1, T, g, k]`, the tokens of one home, equal on all ranks of
+        context; if context splits them, `[1, T/context, ...]`. sequences: those of the step.
+        Communicates: as the class describes.
         """
         core: Any = self.serial
-        o, lse = core.attend_to_own_pages(*(x.flatten(0, 1) for x in (q, k, v)), sequences)
-        parts = torch.cat([o, lse.T.unsqueeze(-1)], -1).unsqueeze(0)  # (1, T, h, k + 1)
+        axis = self.context_axis
+        is_split = self.site.step_context.context_splits == "tokens"
+        shape = q.shape
+        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+        if is_split:
+            sizes = [x.shape[1] for x in (q, k, v)]
+            with self.trace_scope():
+                whole = collectives.all_gather(torch.cat([q, k, v], 1), axis).wait()
+            q, k, v = whole.split(sizes, 1)  # (T, h, k), (T, g, k), (T, g, k)
+        o, lse = core.attend_to_own_pages(q, k, v, sequences)
+        parts = torch.cat([o, lse.T.unsqueeze(-1)], -1)  # (T, h, k + 1)
         with self.trace_scope():
-            parts = collectives.all_gather(parts, self.context_axis).wait()
-        return merge_parts(parts).to(q.dtype).view(q.shape).flatten(2)
+            if is_split:
+                parts = collectives.all_to_all(parts, axis).wait()
+            else:
+                parts = collectives.all_gather(parts, axis).wait()
+        y = merge_parts(parts.unflatten(0, (axis.size, -1)))
+        return y.to(q.dtype).view(shape).flatten(2)
 
     def paged_events(self, num_tokens: int, itemsize: int) -> list[Event]:
         """Predicts the communication of a step of an inference engine.
 
-        num_tokens: tokens of this rank's samples; itemsize: bytes per element of activations.
+        num_tokens: tokens of this rank's home; itemsize: bytes per element of activations.
         """
-        if self.context_axis.size == 1:
+        axis = self.context_axis
+        if axis.size == 1:
             return []
         cost = self.cost_model
-        width = cost.local_width // cost.head_dim * (cost.head_dim + 1)
-        size = self.context_axis.size * num_tokens * width * max(itemsize, 4)
-        return [Event("all_gather", ("context",), size, self.site.name)]
+        heads = cost.local_width // cost.head_dim
+        size = num_tokens * heads * (cost.head_dim + 1) * max(itemsize, 4)
+        if self.site.step_context.context_splits == "none":
+            return [Event("all_gather", ("context",), axis.size * size, self.site.name)]
+        kv_heads = self.site.layout_context.feature_sharding(
+            self.site.units["kv_heads"], "kv_heads"
+        )
+        width = (heads + 2 * kv_heads.local_shape[0]) * cost.head_dim
+        return [
+            Event("all_gather", ("context",), num_tokens * width * itemsize, self.site.name),
+            Event("all_to_all", ("context",), size, self.site.name),
+        ]
 
     def _run_once(self, work: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         """Runs attention; the recomputation of a block gets the saved result."""

@@ -58,6 +58,8 @@ class StepContext:
     """What blocks save for backward, and where it is stored."""
     row_splits: RowSplit = "tokens"
     """What row splits in the outer region. An inference step of few tokens splits nothing."""
+    context_splits: RowSplit = "tokens"
+    """What context splits in an inference step: its tokens, or, if they are few, nothing."""
     compiles_inference: bool = False
     """Whether blocks are also compiled for passes without gradients, as for decode steps."""
 

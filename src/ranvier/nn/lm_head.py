@@ -105,19 +105,41 @@ class LMHead(Linear):
         with self.trace_scope():
             (from_axis, from_dim), _ = self.comm_axes
             whole = collectives.all_gather(x, from_axis, from_dim).wait()  # (b, s, d/col)
-            kept = whole.take_along_dim(logits_to_keep.unsqueeze(-1), 1)  # (b, n, d/col)
+            kept = self._select_tokens(whole, logits_to_keep)  # (b, n, d/col)
             matrix = self.local_matrix(self.handles["weight"].unsharded_data())
             y = self.matmul_backend.forward(kept.flatten(0, 1), matrix).unflatten(0, kept.shape[:2])
             y = _scatter_logits(y, self)
         return self._softcap_logits(y if self.bias is None else y + self.bias.flatten())
 
+    def _select_tokens(self, x: Tensor, numbers: Tensor) -> Tensor:
+        """Returns some tokens of x `[b, s/context, d]`; numbers: of all tokens, `[b, n]`.
+
+        Communicates: all-reduce over context, if it splits tokens.
+        """
+        axis = self.site.axis("context")
+        if axis.size == 1 or self.site.step_context.context_splits == "none":
+            return x.take_along_dim(numbers.unsqueeze(-1), 1)
+        # One rank has the token, and the others add zeros.
+        local = (numbers - axis.index * x.shape[1]).unsqueeze(-1)
+        is_local = (local >= 0) & (local < x.shape[1])
+        kept = x.take_along_dim(local.clamp(0, x.shape[1] - 1), 1)
+        return collectives.all_reduce(kept.masked_fill(~is_local, 0.0), axis).wait()
+
     def selected_events(self, flow: ActivationShape, num_logits: int) -> list[Event]:
-        """Predicts the communication of a forward pass with `num_logits` logits per sample."""
+        """Predicts the communication of a forward pass with `num_logits` logits per sample.
+
+        flow: without context, whose ranks have all tokens or equal parts of them.
+        """
         cost = self.fused_cost_model([self])
         # All tokens are gathered, and the logits of some are scattered.
-        gathers = [e for e in cost.forward_events(flow) if e.op == "all_gather"]
-        kept = replace(flow, seq=num_logits)
-        return gathers + [e for e in cost.forward_events(kept) if e.op == "reduce_scatter"]
+        events = [e for e in cost.forward_events(flow) if e.op == "all_gather"]
+        context = self.site.axis("context").size
+        if context > 1 and self.site.step_context.context_splits == "tokens":
+            embed = self.site.layout_context.feature_sharding(self.site.units["embed"], "embed")
+            size = flow.samples * num_logits * embed.local_shape[0] * flow.itemsize
+            events.append(Event("all_reduce", ("context",), size, self.site.name))
+        kept = replace(flow, seq=num_logits * context)
+        return events + [e for e in cost.forward_events(kept) if e.op == "reduce_scatter"]
 
     def _record_loss_grad_scale(self, grad: Tensor) -> None:
         """Publishes the factor of the loss to earlier layers that add auxiliary losses."""
