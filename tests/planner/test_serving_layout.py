@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from ranvier.config.plan import Plan
-from ranvier.errors import PlanError
 from ranvier.planner.cluster import load_cluster
 from ranvier.planner.model_spec import load_shipped_spec
 from ranvier.planner.serving_layout import GridCommunication, serving_layout
@@ -116,13 +115,29 @@ def test_few_tokens_are_not_split_over_row() -> None:
     assert talk.seconds(4096, 1) == many + talk._total_seconds(talk.sampled, 1)
 
 
-def test_context_is_refused() -> None:
-    with pytest.raises(PlanError, match=r"plan\.context=2 cannot serve"):
-        serving_layout(
-            load_shipped_spec("llama3-8b"),
-            replace(Plan(data=1), context=2),
-            load_cluster("dgx-h200"),
-        )
+def test_context_splits_the_cache_attention_and_prompts() -> None:
+    model = load_shipped_spec("llama3-8b")
+    cluster = load_cluster("dgx-h200")
+    whole, part = (
+        serving_layout(model, replace(Plan(data=1), context=context), cluster) for context in (1, 4)
+    )
+    assert part.weight_bytes == whole.weight_bytes and part.num_homes == 1
+    assert part.kv_bytes_per_token == whole.kv_bytes_per_token / 4
+    # A block of four pages is one page on each rank, so a sequence may be four times as long.
+    assert part.num_blocks(4 * 64) == whole.num_blocks(64)
+    talk = part.cost.communication
+    assert isinstance(talk, GridCommunication)
+    # A decode gathers outputs and log-sum-exps, a prompt q, k and v, and sends its results.
+    assert [(rate.op, rate.count) for rate in talk.whole_queries] == [("all_gather", 32)]
+    assert talk.whole_queries[0].bytes_per_token == 4 * 4 * 32 * 129
+    assert [rate.bytes_per_token for rate in talk.split_queries] == [2 * 48 * 128, 4 * 32 * 129]
+    silent = replace(part.cost, communication=None)
+    prompt = StepLoad(0, 0.0, 8192, 8192**2 / 2, 0)
+    ratio = whole.cost.seconds([prompt]) / silent.seconds([prompt])
+    assert 3.5 < ratio <= 4.0
+    decode = StepLoad(1, 1e6, 0, 0.0, 1)
+    ratio = whole.cost.seconds([decode]) / silent.seconds([decode])
+    assert 2.5 < ratio < 4.0, "all ranks read all weights"
 
 
 def test_experts_are_read_as_tokens_use_them() -> None:

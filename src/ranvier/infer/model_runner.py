@@ -61,6 +61,7 @@ from ranvier.nn.lm_head import LMHead
 from ranvier.nn.matmul import MatmulBackend, PlainMatmul, choose_cpu_matmul
 from ranvier.parallel.parallel_model import get_parallel_model
 from ranvier.pipeline.step import MicroBatch
+from ranvier.planner.time.serving_step import count_own_tokens
 from ranvier.sharding import Sharding, local_range
 from ranvier.trace import Event
 
@@ -310,8 +311,8 @@ class ModelRunner:
             return "none"
         if self.context_splits != "auto":
             return self.context_splits
-        enough = num_tokens >= MIN_TOKENS_TO_SPLIT * self.context_axis.size
-        return "tokens" if enough else "none"
+        is_split = count_own_tokens(num_tokens, self.context_axis.size) < num_tokens
+        return "tokens" if is_split else "none"
 
     def choose_row_splits(self, num_tokens: int, context_splits: RowSplit = "none") -> RowSplit:
         """Returns the layout of the residual stream that communicates fewer bytes over row.
@@ -533,8 +534,7 @@ class ModelRunner:
 
 
 MIN_TOKENS_TO_SPLIT = 64
-"""Tokens per rank of row from which the work of norms outweighs the latency of two collectives; per
-rank of context, from which that of linear layers outweighs the latency of one more."""
+"""Tokens per rank of row from which the work of norms outweighs the latency of two collectives."""
 
 
 MAX_FEATURES = 1 << 62

@@ -4,6 +4,8 @@
     pipe          layers are split; a step passes all stages, so it takes as long as on one stage
     expert        experts are split
     depth         weights are split, and gathered by every step
+    context       pages of a sequence are split, and the tokens of large steps; attention merges
+                  the results of all ranks
     data          replicas with their own requests, which cost nothing
 
 Homes, each with its own requests and blocks, are the indices of col where it splits samples, of
@@ -21,7 +23,6 @@ from typing import NamedTuple
 
 from ranvier.config.plan import AXES, Plan
 from ranvier.cost.layers import ActivationShape
-from ranvier.errors import PlanError
 from ranvier.planner import comm_volume
 from ranvier.planner.cluster import Cluster
 from ranvier.planner.comm_volume import ShardingKey
@@ -31,7 +32,7 @@ from ranvier.planner.time import links
 from ranvier.planner.time.communication import RankGroups
 from ranvier.planner.time.compute import DTYPE_BYTES
 from ranvier.planner.time.links import RankGroup
-from ranvier.planner.time.serving_step import AttentionWork, RooflineCost
+from ranvier.planner.time.serving_step import AttentionWork, RooflineCost, count_own_tokens
 
 BANDWIDTH_SHARE = 0.9
 """Share of the nominal memory bandwidth that a copy reaches, on devices without a measurement."""
@@ -65,16 +66,28 @@ class GridCommunication:
     constant_seconds: float = 0.0
     """Gathers of weights."""
     row: int = 1
+    context: int = 1
+    split_queries: tuple[CollectiveRate, ...] = ()
+    """Collectives of attention if context splits tokens."""
+    whole_queries: tuple[CollectiveRate, ...] = ()
+    """The same if it does not."""
 
     def seconds(self, tokens: int, sampled: int) -> float:
         """Returns the seconds with the faster of both layouts of tokens."""
+        own = count_own_tokens(tokens, self.context)
+        queries = self.split_queries if own < tokens else self.whole_queries
         # Tokens that are split over row are padded to a multiple of it.
-        padded = -(-tokens // self.row) * self.row
+        padded = -(-own // self.row) * self.row
         layouts = (
             self._total_seconds(self.split_tokens, padded),
-            self._total_seconds(self.whole_tokens, tokens),
+            self._total_seconds(self.whole_tokens, own),
         )
-        return min(layouts) + self._total_seconds(self.sampled, sampled) + self.constant_seconds
+        return (
+            min(layouts)
+            + self._total_seconds(queries, tokens)
+            + self._total_seconds(self.sampled, sampled)
+            + self.constant_seconds
+        )
 
     def _total_seconds(self, rates: Sequence[CollectiveRate], tokens: int) -> float:
         """Returns the seconds of collectives for a number of tokens per home."""
@@ -98,12 +111,16 @@ class ServingLayout:
     weight_bytes: float
     """Bytes of the weights of a rank."""
     kv_bytes_per_token: float
-    """Bytes of keys and values per token of a rank."""
+    """Bytes of keys and values per token of a sequence on a rank; the mean of its pages, if
+    context splits them."""
     kv_cache_bytes: float
     """Bytes of device memory that are left for the KV cache."""
 
     def num_blocks(self, block_size: int, kv_cache_gib: float = 0.0) -> int:
-        """Returns the number of blocks of a home. kv_cache_gib: 0 means what is left."""
+        """Returns the number of blocks of a home. kv_cache_gib: 0 means what is left.
+
+        block_size: tokens of a block on all ranks of context together.
+        """
         size = kv_cache_gib * 2**30 if kv_cache_gib else self.kv_cache_bytes
         return int(size // (block_size * self.kv_bytes_per_token))
 
@@ -118,11 +135,6 @@ def serving_layout(
     host_seconds: float = 0.4e-3,
 ) -> ServingLayout:
     """Returns the work of a rank and its cost, for a model on a grid of a cluster."""
-    if plan.context > 1:
-        raise PlanError(
-            f"plan.context={plan.context} cannot serve. Blocks of a sequence are not split. Use "
-            "context=1."
-        )
     inner = plan.row * plan.col
     homes = plan.expert * plan.depth * (plan.col if plan.col_splits == "samples" else 1)
     # Tokens of all homes pass through the weights of a rank, except those of other replicas.
@@ -151,6 +163,7 @@ def serving_layout(
         efficiency=efficiency,
         host_seconds=host_seconds,
         communication=_grid_communication(model, plan, cluster, size, dense + head + experts),
+        context=plan.context,
     )
     weights = size * model.num_parameters / (inner * plan.pipe)
     if experts:
@@ -186,7 +199,7 @@ def _count_parameters(model: ModelSpec) -> tuple[float, float, float]:
 
 
 def _attention_work(model: ModelSpec, plan: Plan, size: int) -> tuple[AttentionWork, ...]:
-    """Returns the attention of a rank, by window."""
+    """Returns the attention of a rank, by window; it has one page in `context` of a sequence."""
     split = plan.row * (plan.col if plan.col_splits == "features" else 1)
     heads = -(-model.units["heads"] // split)
     # Ranks beyond the number of KV heads hold copies of them.
@@ -194,8 +207,8 @@ def _attention_work(model: ModelSpec, plan: Plan, size: int) -> tuple[AttentionW
     found: dict[int, AttentionWork] = {}
     for part in model.parts:
         for leaf in part.layers_of_kind("attention"):
-            kv_bytes = 2.0 * kv_heads * leaf.head_dim * size * part.count
-            flops = 4.0 * heads * leaf.head_dim * part.count
+            kv_bytes = 2.0 * kv_heads * leaf.head_dim * size * part.count / plan.context
+            flops = 4.0 * heads * leaf.head_dim * part.count / plan.context
             before = found.get(leaf.window, AttentionWork(0.0, 0.0))
             found[leaf.window] = AttentionWork(
                 before.kv_bytes + kv_bytes, before.flops_per_pair + flops, leaf.window
@@ -207,14 +220,15 @@ def _grid_communication(
     model: ModelSpec, plan: Plan, cluster: Cluster, size: int, parameters: float
 ) -> GridCommunication | None:
     """Returns the collectives of a step; None on one rank."""
-    if plan.row * plan.col * plan.pipe * plan.expert * plan.depth == 1:
+    if plan.row * plan.col * plan.pipe * plan.expert * plan.depth * plan.context == 1:
         return None
     groups = RankGroups(plan, AXES, cluster.per_node)
     # Bytes grow with the tokens, so they are counted once, for some tokens per home.
     counted = 64 * plan.row
     samples = plan.col if plan.col_splits == "samples" else 1
     flow = ActivationShape(samples, counted, itemsize=size, statistics_itemsize=max(size, 4))
-    key = ShardingKey.from_plan(plan).activation_key
+    # Attention to pages communicates other tensors than training.
+    key = ShardingKey.from_plan(plan).with_degrees(context=1).activation_key
     blocks = []
     sampled = []
     for part in model.parts:
@@ -239,6 +253,7 @@ def _grid_communication(
             whole.append(rate._replace(op="all_reduce"))
         elif rate.op != "all_gather":
             whole.append(rate)
+    split_queries, whole_queries = _query_rates(model, plan, groups, size)
     weights = size * parameters / (plan.row * plan.col)
     gathers = links.collective_seconds(cluster, "all_gather", weights, groups["depth",])
     return GridCommunication(
@@ -248,4 +263,30 @@ def _grid_communication(
         tuple(sampled),
         constant_seconds=gathers,
         row=plan.row,
+        context=plan.context,
+        split_queries=split_queries,
+        whole_queries=whole_queries,
     )
+
+
+def _query_rates(
+    model: ModelSpec, plan: Plan, groups: RankGroups, size: int
+) -> tuple[tuple[CollectiveRate, ...], tuple[CollectiveRate, ...]]:
+    """Returns the collectives of attention over context, if it splits tokens and if it does not."""
+    if plan.context == 1:
+        return (), ()
+    ranks = groups["context",]
+    parts = plan.row * (plan.col if plan.col_splits == "features" else 1)
+    heads = -(-model.units["heads"] // parts)
+    kv_heads = -(-model.units.get("kv_heads", model.units["heads"]) // parts)
+    split = []
+    whole = []
+    for part in model.parts:
+        for leaf in part.layers_of_kind("attention"):
+            # Outputs and log-sum-exps are in fp32.
+            results = 4.0 * heads * (leaf.head_dim + 1)
+            inputs = float(size * (heads + 2 * kv_heads) * leaf.head_dim)
+            split.append(CollectiveRate("all_gather", ranks, inputs, part.count))
+            split.append(CollectiveRate("all_to_all", ranks, results, part.count))
+            whole.append(CollectiveRate("all_gather", ranks, plan.context * results, part.count))
+    return tuple(split), tuple(whole)

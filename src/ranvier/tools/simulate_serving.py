@@ -119,9 +119,8 @@ def run_simulation(wanted: SimulateServingOptions) -> int:
         for budget in dict.fromkeys(wanted.max_num_batched_tokens):
             config = _serving_config(wanted, layout, policy, budget)
             variants.append(_simulate_variant(wanted, config, cost, source, limits))
-    words.append(
-        f"KV cache: {variants[0].config.num_blocks:,} blocks of {wanted.block_size} tokens"
-    )
+    first = variants[0].config
+    words.append(f"KV cache: {first.num_blocks:,} blocks of {first.block_size} tokens")
     if wanted.target_itl_ms:
         words.append(f"inter-token latency to keep: {wanted.target_itl_ms:g} ms")
     quiet = "-" in (wanted.json, wanted.html)
@@ -276,7 +275,9 @@ def _serving_config(
     wanted: SimulateServingOptions, layout: ServingLayout, policy: str, budget: int
 ) -> ServingConfig:
     """Returns the simulated engine."""
-    num_blocks = layout.num_blocks(wanted.block_size, wanted.kv_cache_gib)
+    # A block has as many tokens on each rank of context.
+    block_size = wanted.block_size * wanted.plan.context
+    num_blocks = layout.num_blocks(block_size, wanted.kv_cache_gib)
     if num_blocks < 1:
         raise PlanError(
             f"The weights of a device have {layout.weight_bytes / 2**30:,.1f} GiB, which leaves no "
@@ -288,7 +289,7 @@ def _serving_config(
         max_num_batched_tokens=budget,
         max_num_seqs=wanted.max_num_seqs,
         max_model_len=wanted.max_model_len or wanted.model.sequence_limit,
-        block_size=wanted.block_size,
+        block_size=block_size,
         num_blocks=num_blocks,
         num_homes=layout.num_homes,
         num_replicas=layout.num_replicas,

@@ -18,6 +18,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+MIN_CONTEXT_TOKENS = 64
+"""Tokens per rank of context from which the tokens of a step are split over context."""
+
+
+def count_own_tokens(num_tokens: int, context: int) -> int:
+    """Returns the tokens of a step that a rank of context computes outside of attention."""
+    if num_tokens < MIN_CONTEXT_TOKENS * context:
+        return num_tokens
+    return -(-num_tokens // context)
+
 
 class StepLoad(NamedTuple):
     """The tokens of a step in one home."""
@@ -91,6 +101,8 @@ class RooflineCost:
     """Time per step in which the device waits for the host."""
     communication: StepCommunication | None = None
     """Collectives of a step; None on one rank."""
+    context: int = 1
+    """Number of ranks that share the keys of a sequence, and the tokens of large steps."""
 
     def seconds(self, loads: Sequence[StepLoad]) -> float:
         """Returns the seconds of a step. Homes with fewer tokens are padded to the fullest."""
@@ -98,7 +110,8 @@ class RooflineCost:
         sampled = max(load.num_sampled for load in loads)
         used = 1.0 - (1.0 - self.expert_share) ** (tokens * self.num_token_homes)
         bytes_read = self.weight_bytes + used * self.expert_bytes
-        flops = tokens * self.flops_per_token + sampled * self.head_flops
+        flops = count_own_tokens(tokens, self.context) * self.flops_per_token
+        flops += sampled * self.head_flops
         linear = max(bytes_read / self.bandwidth, flops / self.flops)
         attention = max(self._attention_seconds(load) for load in loads)
         spent = (linear + attention) / self.efficiency + self.host_seconds
