@@ -229,6 +229,13 @@ class ShardingTable:
         """Returns the number that must divide the tokens of a sample."""
         return math.lcm(*(self.num_parts(dim, "seq", degrees) for dim in REGION_DIMS))
 
+    def tokens_per_block(self, block_size: int, degrees: Mapping[str, int]) -> int:
+        """Returns the tokens of a block of the KV cache of which a rank stores `block_size`.
+
+        Ranks that split the tokens of attention store the pages of a block in turn.
+        """
+        return block_size * self.num_parts("kv_heads", "seq", degrees)
+
     def padded_vocab(self, size: int, degrees: Mapping[str, int]) -> int:
         """Returns the size of a vocabulary with its padding, which is the same for all splits."""
         return round_up(size, _vocab_multiple(self.feature_axes("vocab"), degrees))

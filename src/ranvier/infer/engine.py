@@ -573,7 +573,8 @@ def count_cache_blocks(
 
 def count_block_tokens(model: nn.Module, config: EngineConfig) -> int:
     """Returns the number of tokens of a block: one page of it is on each rank of context."""
-    return config.block_size * get_parallel_model(model).grid.degrees["context"]
+    parallel = get_parallel_model(model)
+    return parallel.table.tokens_per_block(config.block_size, parallel.grid.degrees)
 
 
 def block_bytes(model: nn.Module, block_size: int) -> int:

@@ -169,7 +169,7 @@ class ModelRunner:
         """Homes whose tokens this rank reads: those of the ranks of col, if col splits samples."""
         self.pipe_axis = self.grid.axis("pipe")
         self.context_axis = self.grid.axis("context")
-        self.tokens_per_block = block_size * self.context_axis.size
+        self.tokens_per_block = table.tokens_per_block(block_size, degrees)
         """Number of tokens of a block on all ranks of context together."""
         self.orders_axis = world_axis(self.grid, ORDERS_CHANNEL)
         heads = [layer for layer in self.parallel.layers.values() if isinstance(layer, LMHead)]

@@ -45,6 +45,7 @@ from ranvier.planner.model_spec import resolve_model_spec
 from ranvier.planner.output_files import check_outputs
 from ranvier.planner.serving_layout import ServingLayout, serving_layout
 from ranvier.planner.time.serving_step import StepCost
+from ranvier.sharding import ShardingTable
 from ranvier.system.terminal import print
 from ranvier.train.resume.run_directory import write_text_atomically
 
@@ -275,8 +276,8 @@ def _serving_config(
     wanted: SimulateServingOptions, layout: ServingLayout, policy: str, budget: int
 ) -> ServingConfig:
     """Returns the simulated engine."""
-    # A block has as many tokens on each rank of context.
-    block_size = wanted.block_size * wanted.plan.context
+    table = ShardingTable.from_plan(wanted.plan)
+    block_size = table.tokens_per_block(wanted.block_size, wanted.plan.degrees)
     num_blocks = layout.num_blocks(block_size, wanted.kv_cache_gib)
     if num_blocks < 1:
         raise PlanError(
