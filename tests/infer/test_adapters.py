@@ -47,6 +47,8 @@ GRIDS: list[tuple[dict[str, int], str, RowSplitChoice]] = [
     ({"pipe": 2, "col": 2}, "samples", "auto"),
     ({"depth": 2, "row": 2}, "samples", "auto"),
     ({"data": 2, "row": 2}, "features", "none"),
+    ({"context": 2, "row": 2}, "samples", "tokens"),
+    ({"context": 2, "col": 2}, "samples", "none"),
 ]
 
 
@@ -120,6 +122,7 @@ def serve_adapters(
         if grid.rank != 0:
             engine.runner.follow()
             return [], differences
+        engine.runner.context_splits = layout
         for _ in range(steps):
             served.append(serve(engine, make_requests(("", *adapters))))
     return served, differences

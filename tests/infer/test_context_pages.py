@@ -8,20 +8,23 @@ from typing import Any
 
 import pytest
 import torch
-from engine_cases import POSITIONS, serve
+from engine_cases import POSITIONS, make_requests, serve
 from torch import Tensor
 
 from pool import Pool
 from published_models import CASES, VOCAB, loaded, save, theirs
 from ranvier.config.engine import EngineConfig
+from ranvier.config.plan import Plan, RowSplit
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
 from ranvier.infer.engine import Engine, run_with_engine
 from ranvier.infer.request import Request
 from ranvier.infer.sampling_params import SamplingParams
 from ranvier.infer.step_input import SequenceChunk, build_sequences
+from ranvier.models import Decoder, DecoderConfig
 from ranvier.models.paged_attention import KVCache, attend_to_own_pages, paged_attention
 from ranvier.nn.attention import merge_parts
+from ranvier.parallel.parallelize import parallelize
 
 HEAD_DIM = 6
 CHUNKS = [(1, 1), (1, 30), (1, 5), (7, 7), (13, 29), (2, 41)]
@@ -175,3 +178,42 @@ def test_context_holds_as_many_times_longer_sequences(
         Grid({}), folder, options | {"max_model_len": longest}, context * NUM_BLOCKS
     )
     assert alone[0] == longest and tokens == alone[1] and len(tokens) == 5
+
+
+def score_mixture(grid: Grid, splits: RowSplit) -> list[float]:
+    """Log-probabilities of greedy tokens of a mixture whose experts have a capacity."""
+    torch.manual_seed(3)
+    config = DecoderConfig(
+        layers=2,
+        embed=16,
+        heads=4,
+        kv_heads=2,
+        head_dim=4,
+        mlp=24,
+        vocab=VOCAB,
+        experts=4,
+        experts_per_token=2,
+        capacity_factor=0.75,
+        max_seq=64,
+    )
+    serial = Decoder(config).eval()
+    with torch.no_grad():
+        for param in serial.parameters():
+            param.normal_(std=0.4)
+    plan = Plan().with_degrees(grid.degrees)
+    model = parallelize(serial, grid, plan, dtype=torch.float64, device="cpu").eval()
+    params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=4, logprobs=0)
+
+    def work(engine: Engine) -> list[float]:
+        engine.runner.context_splits = splits
+        served = serve(engine, make_requests(params)[:6])
+        return [one.logprob for some in served.outputs.values() for x in some for one in x.logprobs]
+
+    return run_with_engine(model, EngineConfig(block_size=4), work, num_blocks=80) or []
+
+
+def test_capacities_of_experts_do_not_depend_on_context(pool: Pool) -> None:
+    want = score_mixture(Grid({}), "none")
+    # Tokens are not split: the first ones of a step have priority.
+    have = pool.on_grid({"context": 2}, score_mixture, "tokens")[0]
+    assert have == pytest.approx(want, abs=1e-9)

@@ -56,6 +56,7 @@ def resolve_inference_plan(
         virtual_stages=wanted.virtual_stages,
         stage_starts=wanted.stage_starts,
         rank_order=wanted.rank_order,
+        shard_weights_over=wanted.shard_weights_over,
         stage_time_jitter=0.0,
     ).with_degrees(wanted.resolve(world).degrees)
     # The smallest batch that the grid divides; the engine has its own.
