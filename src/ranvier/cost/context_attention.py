@@ -19,14 +19,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Literal, NamedTuple
-
-import numpy as np
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ranvier.config.plan import ContextAttention, ContextAttentionChoice
 from ranvier.errors import PlanError
 from ranvier.sharding import TokenOrder, TokenSegment
 from ranvier.trace import Event
+
+# The commands that only plan import neither torch nor numpy; they need no row numbers.
+if TYPE_CHECKING:
+    import numpy as np
 
 KeyCollective = Literal["none", "all_gather", "all_to_all"]
 GATHERED_SHARE = 0.95
@@ -188,6 +190,11 @@ class KVGatherLayout:
         counts = [order.num_fetched(self.window) for order in self.orders]
         return [sum(several) for several in zip(*counts, strict=True)]
 
+    @cached_property
+    def num_sent(self) -> int:
+        """Number of keys that this rank sends, counted for each rank that needs them."""
+        return sum(_count_sent(order, self.rank, self.window) for order in self.orders)
+
     @property
     def collective(self) -> KeyCollective:
         """The collective that brings the keys; the same on all ranks."""
@@ -220,7 +227,7 @@ class KVGatherLayout:
             if self.collective == "all_gather":
                 rows = self.num_ranks * self.num_rows
             else:
-                rows = sum(map(len, self.sent_rows))
+                rows = self.num_sent
             events.append(scope.make_event(self.collective, rows * row_bytes))
         return events
 
@@ -235,7 +242,7 @@ class KVGatherLayout:
                 rows = self.num_ranks * self.num_rows
                 events.append(scope.make_event("reduce_scatter", rows * row_bytes))
             else:
-                rows = sum(map(len, self.received_keys))
+                rows = self.fetched_counts[self.rank]
                 events.append(scope.make_event("all_to_all", rows * row_bytes))
         return events
 
@@ -246,6 +253,8 @@ def _row(part: _KeyPart) -> int:
 
 def _expand_ranges(ranges: Sequence[tuple[int, int]]) -> np.ndarray:
     """Returns the numbers of ranges, which are given as first number and length."""
+    import numpy as np
+
     if not ranges:
         return np.empty(0, dtype=np.int64)
     starts, lengths = np.array(ranges, dtype=np.int64).T
@@ -315,6 +324,25 @@ def _find_sample_keys(
         segments.append(SegmentRows(row, row + one.num_tokens, key, key + one.stop - first))
         row += one.num_tokens
     return _RankKeys(parts, segments, num_keys)
+
+
+def _count_sent(order: TokenOrder, rank: int, window: int) -> int:
+    """Returns how many keys of a sample a rank sends, counted for each rank that needs them."""
+    own: dict[int, list[TokenSegment]] = {}
+    for one in order.segments[rank]:
+        own.setdefault(one.document, []).append(one)
+    sent = 0
+    for other, segments in enumerate(order.segments):
+        needed: dict[int, list[tuple[int, int]]] = {}
+        for one in segments if other != rank else ():
+            if one.document in own:
+                ranges = needed.setdefault(one.document, [])
+                ranges.append((_first_key(one, window), one.stop))
+        for document, ranges in needed.items():
+            for start, stop in _unite_ranges(ranges):
+                for one in own[document]:
+                    sent += max(min(stop, one.stop) - max(start, one.start), 0)
+    return sent
 
 
 def _first_key(segment: TokenSegment, window: int) -> int:
@@ -559,6 +587,8 @@ class UlyssesLayout:
     def merged_rows(self) -> np.ndarray:
         """For each row of `far`, the row where it is received: (near rank · samples + sample) · t +
         token."""
+        import numpy as np
+
         first = self.rank // self.near * self.near
         rows = []
         rows_before = 0

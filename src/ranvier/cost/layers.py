@@ -13,9 +13,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
-from typing import TYPE_CHECKING
 
-from ranvier.config.plan import AXES, ContextAttentionChoice, Dispatch
+from ranvier.config.plan import AXES, ContextAttentionChoice, ContextOrder, Dispatch
+from ranvier.cost.context_attention import (
+    EventScope,
+    KeyShape,
+    Layout,
+    build_layout,
+    choose_method,
+)
 from ranvier.sharding import (
     WEIGHT_RULE,
     Sharding,
@@ -25,9 +31,6 @@ from ranvier.sharding import (
     order_tokens,
 )
 from ranvier.trace import Event
-
-if TYPE_CHECKING:
-    from ranvier.cost.context_attention import EventScope, KeyShape, Layout
 
 COUNT_BYTES = 4
 """Bytes of a token count."""
@@ -73,6 +76,10 @@ class LayoutContext:
     """Dtype in which tokens are dispatched to experts."""
     context_attention: ContextAttentionChoice = "auto"
     """How attention gets keys of other ranks of context."""
+    context_order: ContextOrder = "balanced"
+    """Order of the tokens over context of samples whose documents are not known."""
+    context_index: int = 0
+    """Index on context of the rank that layers without a grid describe."""
 
     def axis_group(self, *names: str) -> AxisGroup:
         """Returns the ranks along these axes, without axes of degree 1."""
@@ -261,26 +268,31 @@ class AttentionCost(LayerCost):
         """Returns the communication of keys, or of tokens and heads, over context."""
         if self.layout_context.degrees["context"] == 1:
             return []
-        layout, shape, scope = self._context_layout(flow)
-        return layout.forward_events(shape, scope)
+        layout, shape, samples = self.context_layout(flow)
+        return self._repeat_events(layout.forward_events(shape, self._event_scope), samples)
 
     def backward_events(self, flow: ActivationShape) -> list[Event]:
         """Returns the communication of keys again, and of their gradients, over context."""
         if self.layout_context.degrees["context"] == 1:
             return []
-        layout, shape, scope = self._context_layout(flow)
-        return layout.backward_events(shape, scope)
+        layout, shape, samples = self.context_layout(flow)
+        return self._repeat_events(layout.backward_events(shape, self._event_scope), samples)
 
-    def _context_layout(self, flow: ActivationShape) -> tuple[Layout, KeyShape, EventScope]:
-        """Returns the layout of attention on this rank, the size of its heads, and its name."""
-        # It imports numpy, which the commands that only plan do without.
-        from ranvier.cost.context_attention import (
-            EventScope,
-            KeyShape,
-            build_layout,
-            choose_method,
-        )
+    @property
+    def _event_scope(self) -> EventScope:
+        return EventScope(("context",), self.name)
 
+    def saved_bytes(self, flow: ActivationShape, *, selective: bool = False) -> int:
+        """Returns 0: the result of attention is saved, and keys are never."""
+        return 0
+
+    def _repeat_events(self, events: list[Event], samples: int) -> list[Event]:
+        """Returns the events of so many equal samples, which communicate together."""
+        return [replace(event, bytes=event.bytes * samples) for event in events]
+
+    def context_layout(self, flow: ActivationShape) -> tuple[Layout, KeyShape, int]:
+        """Returns the layout of attention on this rank, the size of its heads, and how many samples
+        have this layout: 1 if it contains all samples."""
         context = self.layout_context
         parts = count_parts(context.table.feature_axes(self.dim), context.degrees)
         shape = KeyShape(
@@ -290,19 +302,21 @@ class AttentionCost(LayerCost):
             flow.itemsize,
             flow.statistics_itemsize,
         )
-        ranks = context.degrees["context"]
-        orders = flow.token_orders
-        if not orders:
-            orders = (order_tokens((flow.seq,), ranks, "zigzag"),) * flow.samples
         # Samples of this rank inside attention.
-        inside = context.table.axes_inside_replica(self.dim, "batch")
-        each = max(len(orders) // count_parts(inside, context.degrees), 1)
-        first = min(self.sample_part * each, len(orders) - each)
-        orders = orders[first : first + each]
+        inside = count_parts(context.table.axes_inside_replica(self.dim, "batch"), context.degrees)
+        each = max((len(flow.token_orders) or flow.samples) // inside, 1)
+        samples = each
+        if flow.token_orders:
+            first = min(self.sample_part * each, len(flow.token_orders) - each)
+            orders = flow.token_orders[first : first + each]
+            samples = 1
+        else:
+            # One layout stands for all samples, because they are equal.
+            ranks = context.degrees["context"]
+            orders = (order_tokens((flow.seq,), ranks, context.context_order),)
         window = self.window if self.window < flow.seq else 0
         method = choose_method(context.context_attention, orders, shape, window)
-        layout = build_layout(method, orders, self.context_index, window)
-        return layout, shape, EventScope(("context",), self.name)
+        return build_layout(method, orders, self.context_index, window), shape, samples
 
     @property
     def local_width(self) -> int:

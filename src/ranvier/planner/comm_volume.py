@@ -16,7 +16,15 @@ from typing import Literal, NamedTuple
 
 from ranvier.buckets import spec
 from ranvier.buckets.spec import VECTORS, BucketSpec, ElementSizes, ParamSpec
-from ranvier.config.plan import AXES, Dispatch, InnerSplit, Plan, WeightSplit
+from ranvier.config.plan import (
+    AXES,
+    ContextAttentionChoice,
+    ContextOrder,
+    Dispatch,
+    InnerSplit,
+    Plan,
+    WeightSplit,
+)
 from ranvier.cost.layers import ActivationShape, LayerCost, LayoutContext
 from ranvier.pipeline import traffic
 from ranvier.pipeline.balance import part_ranges, partition_by_cost
@@ -84,13 +92,23 @@ class ShardingKey(NamedTuple):
     vocab_over_pipe: bool
     dispatch: Dispatch = "model"
     shard_weights_over: WeightSplit = "depth"
+    context_attention: ContextAttentionChoice = "auto"
+    context_order: ContextOrder = "balanced"
+    context_index: int = 0
+    """Index of the rank on context; the bytes that it sends depend on its tokens."""
 
     @classmethod
     def from_plan(cls, plan: Plan) -> ShardingKey:
         """Returns the key of a plan."""
         degrees = tuple(getattr(plan, axis) for axis in AXES)
         options = (plan.vocab_over_pipe, plan.moe_dispatch_dtype, plan.shard_weights_over)
-        return cls(degrees, plan.col_splits, *options)
+        found = cls(degrees, plan.col_splits, *options)
+        # Without context these settings change nothing, so that plans share cached results.
+        if plan.context == 1:
+            return found._replace(shard_weights_over="depth")
+        return found._replace(
+            context_attention=plan.context_attention, context_order=plan.token_order
+        )
 
     def with_degrees(self, **degrees: int) -> ShardingKey:
         """Returns a copy with other degrees, to merge keys whose differences do not matter."""
@@ -106,6 +124,9 @@ class ShardingKey(NamedTuple):
             self.table,
             model.units,
             self.dispatch,
+            self.context_attention,
+            self.context_order,
+            self.context_index,
         )
 
     @property
@@ -353,16 +374,18 @@ def step_comm_volume(
     flow: ActivationShape,
     *,
     stage: int = 0,
+    context_index: int = 0,
     kept: bool = False,
     orders: int | None = None,
 ) -> StepCommVolume:
     """Returns all communication of a step on a rank of a stage, for a resolved plan.
 
+    context_index: index of the rank on context; the bytes that it sends depend on its tokens.
     flow: shape of a micro-batch. kept: recomputed blocks reuse saved results of collectives.
     orders: how often a stage's leader broadcasts the next job; if None, as the plan's policy does,
     which may have to be simulated first.
     """
-    spot = ShardingKey.from_plan(plan)
+    spot = ShardingKey.from_plan(plan)._replace(context_index=context_index)
     micros = plan.num_micro_batches
     here = build_stage_blocks(
         model,
@@ -454,8 +477,11 @@ def pass_volumes(
 ) -> tuple[CommVolume, ...]:
     """Returns the communication of a part per micro-batch, by phase."""
     forward, backward = _pass_events(model, part, spot, flow)
-    # Only blocks are recomputed; embedding and head never are.
-    again = forward if part.is_block else ()
+    # Only blocks are recomputed, without attention over context, whose result is saved; embedding
+    # and head never are.
+    again = tuple(event for event in forward if event.axis != ("context",))
+    if not part.is_block:
+        again = ()
     return (
         *_count_events(part.name, "forward", forward, 1),
         *_count_events(part.name, "recompute", again, 1),

@@ -191,13 +191,13 @@ def _activation_axes(
     """Returns the axes over which layers communicate activations, and the peers in all-to-alls."""
     degrees = dict(zip(AXES, inside.degrees, strict=True))
     # The sizes do not matter, but each rank must have some tokens.
-    tokens = degrees["row"] * degrees["col"]
+    tokens = degrees["context"] * degrees["row"] * degrees["col"]
     flow = ActivationShape(tokens, tokens, itemsize=2, statistics_itemsize=4)
     found = dict[tuple[str, ...], int]()
     for part in model.parts:
         for row in pass_volumes(model, part, inside, flow):
             if row.op == "all_to_all":
-                peers = degrees["expert"] - 1
+                peers = math.prod(degrees[axis] for axis in row.axis) - 1
             else:
                 peers = 0
             found[row.axis] = max(found.get(row.axis, 0), peers)

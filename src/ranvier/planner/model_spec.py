@@ -123,7 +123,14 @@ class LayerSpec:
                 sums = 1 if self.kind == "rms" else 2
                 return layers.NormCost(name, ground, self.shape[0], dims[0], sums)
             case "attention":
-                return layers.AttentionCost(name, ground, dims[0], self.head_dim, self.window)
+                return layers.AttentionCost(
+                    name,
+                    ground,
+                    dims[0],
+                    self.head_dim,
+                    self.window,
+                    context_index=ground.context_index,
+                )
             case "mixture":
                 experts, width, _ = self.shape
                 options = (self.has_capacity, self.has_aux_loss)
