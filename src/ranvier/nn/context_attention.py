@@ -270,7 +270,10 @@ class KVGather(RowAttention):
             dq[:, heads] = part.to(dq.dtype)
             if returning is not None:
                 self._finish_gradients(returning, dk, dv)
-            returning = _ReturningGradients(kv_heads, grads, self._start_gradients(grads, exchange))
+                # Gradients of all keys are large: free them before the next ones are copied.
+                returning = None
+            returning = self._start_gradients(kv_heads, grads, exchange)
+            del grads
         assert returning is not None
         self._finish_gradients(returning, dk, dv)
         return dq, dk, dv
@@ -320,39 +323,43 @@ class KVGather(RowAttention):
             keys.index_copy_(0, at.received_keys, arriving.wait())
         return keys[:, 0], keys[:, 1]
 
-    def _start_gradients(self, grads: list[Tensor], exchange: Exchange) -> _Started | None:
+    def _start_gradients(
+        self, kv_heads: slice, grads: list[Tensor], exchange: Exchange
+    ) -> _ReturningGradients:
         """Starts to return the gradients of keys and values to the ranks that have them."""
         at = self._indices_on(grads[0].device)
-        if self.layout.collective == "none":
-            return None
         if self.layout.collective == "all_gather":
             num_rows = self.layout.num_ranks * self.layout.num_rows
             rows = grads[0].new_zeros((num_rows, 2, *grads[0].shape[1:]))
             for i, grad in enumerate(grads):
                 rows[:, i].index_copy_(0, at.gathered_rows, grad)
-            return _Started(exchange.reduce_scatter(rows), self.overlap)
+            started = _Started(exchange.reduce_scatter(rows), self.overlap)
+            return _ReturningGradients(kv_heads, [], started)
+        own = grads
+        if self.layout.collective != "none" or not at.is_ordered:
+            own = [grad.index_select(0, at.own_keys) for grad in grads]
+        if self.layout.collective == "none":
+            return _ReturningGradients(kv_heads, own, None)
         rows = _stack_rows(grads, at.received_keys)
         pending = exchange.all_to_all(rows, at.receive_counts, at.send_counts)
-        return _Started(pending, self.overlap)
+        return _ReturningGradients(kv_heads, own, _Started(pending, self.overlap))
 
     def _finish_gradients(self, returning: _ReturningGradients, dk: Tensor, dv: Tensor) -> None:
         """Adds the gradients of all ranks, in the order of ranks, and stores them in dk and dv."""
-        grads, started = returning.grads, returning.started
+        own, started = returning.own, returning.started
         at = self._indices_on(dk.device)
         if started is None:
-            if not at.is_ordered:
-                grads = [grad.index_select(0, at.own_keys) for grad in grads]
-            total = grads
+            total = own
         elif self.layout.collective == "all_gather":
             total = list(started.wait().unbind(1))
         else:
-            own = _stack_rows(grads, at.own_keys)
-            both = torch.zeros_like(own)
+            both = own[0].new_zeros((own[0].shape[0], 2, *own[0].shape[1:]))
             parts = started.wait().split(at.send_counts)
             rows = at.sent_rows.split(at.send_counts)
             for rank, (part, to) in enumerate(zip(parts, rows, strict=True)):
                 if rank == self.layout.rank:
-                    both += own
+                    for i, grad in enumerate(own):
+                        both[:, i] += grad
                 elif part.shape[0]:
                     # A rank sends one gradient per row, so the order of sums is fixed.
                     both.index_add_(0, to, part)
@@ -365,7 +372,9 @@ class _ReturningGradients(NamedTuple):
     """Gradients of the keys and values of a group of heads, and their communication."""
 
     kv_heads: slice
-    grads: list[Tensor]
+    own: list[Tensor]
+    """Those of this rank's rows, `[s/context, g, k]`, unless they are communicated with all
+    others."""
     started: _Started | None
 
 

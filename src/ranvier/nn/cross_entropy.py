@@ -229,7 +229,8 @@ def logit_statistics(
         else:
             hit = peak
         hits.append(torch.where(here[rows], hit, 0.0))
-    return torch.cat(peaks), torch.cat(sums), torch.cat(hits)
+    tokens = logits.shape[0]
+    return _join_chunks(peaks, tokens), _join_chunks(sums, tokens), _join_chunks(hits, tokens)
 
 
 def logits_to_grads_(
@@ -303,6 +304,16 @@ def _max_logits(x: Tensor) -> Tensor:
 
 
 def _token_chunks(logits: Tensor) -> list[slice]:
-    """Returns ranges of tokens with at most CHUNK_LOGITS logits each."""
+    """Returns ranges of tokens with at most CHUNK_LOGITS logits each; on the meta device only the
+    first, because all need the same memory and none has values."""
     rows = max(CHUNK_LOGITS // max(logits.shape[1], 1), 1)
+    if logits.is_meta:
+        return [slice(0, min(rows, logits.shape[0]))]
     return [slice(start, start + rows) for start in range(0, logits.shape[0], rows)]
+
+
+def _join_chunks(parts: list[Tensor], tokens: int) -> Tensor:
+    """Returns the numbers of all tokens `[t]` from those of chunks."""
+    if parts[0].is_meta:
+        return parts[0].new_empty(tokens)
+    return torch.cat(parts)

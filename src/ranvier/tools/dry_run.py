@@ -21,17 +21,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ranvier import launch
 from ranvier.buckets.scheduler import BucketScheduler
 from ranvier.config.plan import AXES
 from ranvier.config.resolved_run import ResolvedRun, decision_lines, decisions_to_json
 from ranvier.config.run import RunConfig
+from ranvier.cost.context_attention import SegmentRows
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
 from ranvier.nn.attention import AttentionCore
 from ranvier.nn.attention_backends import flash_attention
+from ranvier.nn.context_attention import accumulation_dtype
 from ranvier.nn.moe.layer import MoELayer
 from ranvier.parallel.parallel_model import get_parallel_model
 from ranvier.pipeline.memory_replay import late_gradient_schedule
@@ -210,7 +212,10 @@ def _prepare_model(run: RunConfig, model: nn.Module, load: float) -> None:
             # The flash kernel stores no scores, as on a device. A kernel with a sliding window
             # stores the same, so the window is dropped.
             leaf.serial.attend = flash_attention  # type: ignore[assignment]
-            leaf.serial.window = 0  # type: ignore[assignment]
+            leaf.serial.segment_attention = _MetaSegmentAttention  # type: ignore[assignment]
+            # Over context, a window decides which keys are communicated.
+            if plan.context == 1:
+                leaf.serial.window = 0  # type: ignore[assignment]
         if isinstance(leaf, MoELayer):
             leaf.assumed_load = load
     shape = parallel.table.local_shape(
@@ -229,6 +234,35 @@ def _prepare_model(run: RunConfig, model: nn.Module, load: float) -> None:
     runtime.message_form = form
     # No other rank decides the order of jobs.
     runtime.is_leader = True
+
+
+@dataclass(frozen=True, eq=False)
+class _MetaSegmentAttention:
+    """Tensors of the kernel of `SegmentAttention` on a GPU, without values and scores."""
+
+    pairs: tuple[SegmentRows, ...]
+    num_queries: int
+    num_keys: int
+    causal: bool = True
+    window: int = 0
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, cap: float) -> tuple[Tensor, Tensor]:
+        """Returns the output and log-sum-exps."""
+        q, k, v = (x.contiguous() for x in (q, k, v))
+        lse = q.new_empty((q.shape[1], q.shape[0]), dtype=accumulation_dtype(q.dtype))
+        return torch.empty_like(q), lse
+
+    def backward(
+        self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, cap: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns dq, dk, dv."""
+        dy, q, k, v, o = (x.contiguous() for x in (dy, q, k, v, o))
+        wide = accumulation_dtype(q.dtype)
+        dq, dk, dv = (x.new_empty(x.shape, dtype=wide) for x in (q, k, v))
+        # The kernel returns gradients in the dtype of its inputs, which are added to these.
+        parts = [torch.empty_like(x) for x in (q, k, v)]
+        del parts
+        return dq, dk, dv
 
 
 class _PeakMemoryCounter(HostMemoryCounter):

@@ -12,7 +12,8 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ranvier.config.plan import Recompute
+from ranvier.config.plan import AXES, Recompute
+from ranvier.cost.context_attention import RingLayout, UlyssesLayout
 from ranvier.cost.layers import ActivationShape, AttentionCost, LayerCost, MoECost, NormCost
 from ranvier.cost.linear import LinearCost, LMHeadCost
 from ranvier.planner.comm_volume import CACHE_SIZE, ShardingKey, build_layers
@@ -64,6 +65,8 @@ class BlockActivations:
     """Part of `none` that is the input itself: a first norm does not copy an input in fp32."""
     unused_result_bytes: int
     """Saved by a selective block but not used by recomputation: the result of its last matmul."""
+    attention_bytes: int = 0
+    """Saved by a fully recomputed block: the result of attention over context."""
 
     def moments_of_mode(
         self, kind: Recompute, *, keeps: bool = False, last: bool = True
@@ -102,7 +105,7 @@ class BlockActivations:
             return self.none
         if kind == "selective":
             return self.selective + (self.saved_collectives[0] if keeps else 0)
-        return self.full + (self.saved_collectives[1] if keeps else 0)
+        return self.full + self.attention_bytes + (self.saved_collectives[1] if keeps else 0)
 
 
 @lru_cache(CACHE_SIZE)
@@ -122,7 +125,7 @@ def block_activations(
     pairs = [*zip(part.layers, build_layers(model, part, spot), strict=True)]
     item = flow.itemsize
     stream = stream_bytes(model, spot, flow)
-    none = made = attended = 0
+    none = made = attended = keys = swapped = copied = 0
     # Sum up the saved tensors of each layer; a selective block keeps `made` and `attended`.
     for leaf, layer in pairs:
         if isinstance(layer, NormCost):
@@ -139,6 +142,10 @@ def block_activations(
             tokens = layer.layout_context.local_tokens(flow, layer.dim)
             attended += numbers + tokens * layer.local_width * item
             none += numbers + _qkv_bytes(pairs, flow, model)
+            keys += _context_key_bytes(layer, flow)
+            swapped, copied = _ulysses_bytes(layer, flow)
+            attended += swapped
+            none += copied
     hidden = _hidden_bytes(pairs, flow)
     # A graph recomputes the activated gate instead of saving it.
     if compiled:
@@ -159,6 +166,9 @@ def block_activations(
         *mine.backward_moments,
         (_first_product_backward_bytes(pairs, flow) + first - none, _grad_elements(pairs)),
     ]
+    # The MLP has freed its tensors when attention runs backward.
+    if keys:
+        moments.append((keys - over - (inside + 1) * hidden, _grad_elements(pairs)))
     # A selective block saves its result, although recomputation does not need it.
     end = _last_product(pairs)
     if end:
@@ -177,6 +187,7 @@ def block_activations(
         entry_bytes=_entry_bytes(pairs, flow) + first,
         input_bytes=stream if first and item >= STATISTICS_BYTES and not compiled else 0,
         unused_result_bytes=0 if compiled else result,
+        attention_bytes=attended if _splits_context(spot) else 0,
     )
 
 
@@ -299,6 +310,59 @@ def _output_elements(
 def _attention_statistics_bytes(layer: AttentionCost, flow: ActivationShape) -> int:
     heads = layer.local_width // max(layer.head_dim, 1)
     return layer.layout_context.local_tokens(flow, layer.dim) * heads * STATISTICS_BYTES
+
+
+def _context_key_bytes(layer: AttentionCost, flow: ActivationShape) -> int:
+    """Returns the bytes of keys and their gradients in the backward pass of attention over context.
+
+    With kv_gather, for a group of heads: keys as received, in order and contiguous, and their
+    gradients from the kernel; in fp32 the sums of those, and the gradients of the group before and
+    what is sent of them.
+    """
+    if layer.layout_context.degrees["context"] == 1:
+        return 0
+    layout, shape, samples = layer.context_layout(flow)
+    wide = shape.gradient_itemsize
+    queries = layout.num_rows * samples * shape.heads * shape.head_dim
+    if isinstance(layout, UlyssesLayout):
+        # Queries, keys and values of all tokens for some heads, and their gradients.
+        return 2 * queries * (shape.itemsize + wide)
+    head = 2 * samples * shape.head_dim
+    if isinstance(layout, RingLayout):
+        # The own block, two that are computed and two that arrive, and the gradients of those.
+        blocks = head * layout.num_rows * shape.kv_heads
+        return blocks * (5 * shape.itemsize + 5 * wide) + queries * wide
+    groups = len(layout.head_groups(shape.kv_heads))
+    num_keys = layout.num_rows + max(layout.fetched_counts)
+    keys = head * num_keys * max(shape.kv_heads // groups, 1)
+    if layout.collective == "none":
+        return keys * (shape.itemsize + 2 * wide) + queries * wide
+    most = max(4 * shape.itemsize + wide, 2 * (shape.itemsize + wide))
+    if groups > 1:
+        most = 4 * shape.itemsize + 3 * wide
+    return keys * most + queries * (wide + 4 * shape.itemsize) // groups
+
+
+def _splits_context(spot: ShardingKey) -> bool:
+    return spot.degrees[AXES.index("context")] > 1
+
+
+def _ulysses_bytes(layer: AttentionCost, flow: ActivationShape) -> tuple[int, int]:
+    """Returns the bytes that attention over context saves for recomputation in addition to its
+    result, and without recomputation in addition to queries, keys and values.
+
+    With ulysses these are tensors of some heads of all tokens, and copies of kv heads.
+    """
+    if layer.layout_context.degrees["context"] == 1:
+        return 0, 0
+    layout, shape, samples = layer.context_layout(flow)
+    if not isinstance(layout, UlyssesLayout):
+        return 0, 0
+    head = layout.num_rows * samples * shape.head_dim * shape.itemsize
+    kv_heads = max(shape.kv_heads, layout.near)
+    return head * (2 * shape.heads + 2 * kv_heads), head * (
+        shape.heads + 2 * (kv_heads - shape.kv_heads)
+    )
 
 
 def _qkv_bytes(
