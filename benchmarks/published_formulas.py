@@ -27,6 +27,7 @@ from ranvier.planner.predict import Candidate, Workload
 from ranvier.planner.time import communication, compute, links
 from ranvier.planner.time.communication import CommTime, RankGroups
 from ranvier.planner.time.compute import ComputeContext
+from ranvier.planner.time.links import RankGroup
 
 if TYPE_CHECKING:
     from published_frameworks import Framework
@@ -250,3 +251,34 @@ def _data(
         data += 2 * launch * buckets  # by the framework, and by NCCL's lists
         after += launch * runtime.copied * model.num_layers / plan.pipe
     return data, after
+
+
+def context_seconds(
+    part: BlockSpec,
+    plan: Plan,
+    setup: ComputeContext,
+    cluster: Cluster,
+    runtime: Framework,
+    ranks: RankGroup,
+) -> float:
+    """Returns the seconds per block and micro-batch of keys over context, and of merging results.
+
+    Keys and values go around once in forward; in backward they do so again, and their gradients.
+    """
+    if ranks.size == 1:
+        return 0.0
+    siblings = [one for leaf in part.layers_of_kind("siblings") for one in leaf.inside]
+    names = ("heads", "heads") if runtime.repeats_kv_heads else ("kv_heads", "kv_heads")
+    wide = {
+        one.dims[0]: compute.local_size(str(one.dims[0]), one.shape[0], setup) for one in siblings
+    }
+    keys = setup.tokens * sum(wide.get(name, 0) for name in names) * ranks.size
+    forwards = 2 if plan.recompute == "full" else 1
+    rate = links.collective_seconds
+    spent = (forwards + 1) * rate(cluster, "all_gather", 2 * keys, ranks)
+    spent += rate(cluster, "all_gather", runtime.context_grad_bytes * keys, ranks)
+    # Results of all blocks but the first are merged, one by one.
+    elements = setup.tokens * wide.get("heads", 0) * (ranks.size - 1)
+    ahead, back = runtime.merged_bytes
+    size = elements * (forwards * ahead + back)
+    return spent + compute.memory_seconds(cluster.device, size, 1, runtime.bandwidth_factor)

@@ -18,10 +18,11 @@ from ranvier.config.plan import Plan
 from ranvier.planner.cluster import Cluster
 from ranvier.planner.frameworks import Foreign
 from ranvier.planner.memory.breakdown import MemoryBreakdown
-from ranvier.planner.model_spec import ModelSpec
+from ranvier.planner.model_spec import BlockSpec, ModelSpec
 from ranvier.planner.predict import Candidate, Workload
 from ranvier.planner.time.communication import CommTime, RankGroups
 from ranvier.planner.time.compute import ComputeContext
+from ranvier.planner.time.links import RankGroup
 
 Reduction = Literal["all_reduce", "scatter", "both"]
 
@@ -73,6 +74,13 @@ class Framework(Foreign):
     """Messages per micro-batch in flight that a stage keeps in addition to saved activations."""
     copies: int = 2
     """Number of gathered blocks in memory at once."""
+    repeats_kv_heads: bool = False
+    """Whether keys over context are sent once for each query head."""
+    context_grad_bytes: int = 2
+    """Bytes per element of the gradients of keys over context."""
+    merged_bytes: tuple[int, int] = (0, 0)
+    """Bytes read and written per element of attention's output to merge the results of one more
+    block of keys, forward and backward."""
 
     def memory(self, job: Workload, layout: Candidate) -> MemoryBreakdown:
         """Returns the bytes of its worst stage by category."""
@@ -88,6 +96,17 @@ class Framework(Foreign):
     ) -> CommTime:
         """Returns the seconds per step that a rank communicates."""
         return formulas.spoken(model, plan, setup, cluster, self, places)
+
+    def context_seconds(
+        self,
+        part: BlockSpec,
+        plan: Plan,
+        setup: ComputeContext,
+        cluster: Cluster,
+        ranks: RankGroup,
+    ) -> float:
+        """Returns the seconds of a block over context per micro-batch, before any overlap."""
+        return formulas.context_seconds(part, plan, setup, cluster, self, ranks)
 
 
 MEGATRON20 = Framework(
@@ -179,8 +198,16 @@ TORCHTITAN = Framework(
     split_logits=16,
     allocator_reserve=0.18,
     context_bytes=1.0e9,
+    overlaps_context=False,
+    repeats_kv_heads=True,
+    context_grad_bytes=4,
+    merged_bytes=(46, 70),
     source="arXiv 2410.06511: FSDP2, torch's SDPA; selective recomputation keeps every other "
-    "matmul; pipelines without a given number take as many micro-batches as stages",
+    "matmul; pipelines without a given number take as many micro-batches as stages; models/llama "
+    "repeats kv heads before SDPA; torch.distributed.tensor.experimental context_parallel: a ring "
+    "of SDPA blocks in head-tail order, keys gathered, gradients in fp32 (convert_to_f32), and "
+    "eager kernels that merge blocks: cast, difference, product, difference, cat of keys; in "
+    "backward sums of dq, dk and dv by chunk and cat, cat of keys and of their gradients",
 )
 NANOTRON = Framework(
     name="nanotron",

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ranvier.config.plan import AXES, PLANNED_AXES, Plan, divisors, nearest_multiple
+from ranvier.config.plan import AXES, Plan, divisors, nearest_multiple
 from ranvier.errors import PlanError, ShardingError
 from ranvier.grid import Grid
 from ranvier.sharding import INNER_RULES, OUTER_RULE, WEIGHT_RULE, Sharding
@@ -45,7 +45,7 @@ def test_good_plan_is_resolved() -> None:
 
 
 def test_any_degree_can_be_inferred() -> None:
-    for axis in PLANNED_AXES:
+    for axis in AXES:
         degrees: dict[str, Any] = {"data": 1, axis: -1}
         assert Plan(**degrees).resolve(2).degrees[axis] == 2
 

@@ -14,7 +14,7 @@ from torch import distributed
 from torch.distributed import ProcessGroup
 
 from ranvier import launch
-from ranvier.config.plan import PLANNED_AXES, Plan
+from ranvier.config.plan import AXES, Plan
 from ranvier.config.run import RunConfig
 from ranvier.config.sections import DataConfig, DecoderModelConfig, LoraConfig
 from ranvier.errors import PlanError
@@ -78,7 +78,7 @@ class NcclGrid(Grid):
 
 def run_of(kind: str, **plan: Any) -> RunConfig:
     """A small run with a layout, checked."""
-    degrees = {axis: plan.get(axis, 1) for axis in PLANNED_AXES}
+    degrees = {axis: plan.get(axis, 1) for axis in AXES}
     share = 4 * degrees["data"] * degrees["expert"] * degrees["depth"]
     given = Plan(**{"data": 1, "global_batch": share, "micro_batch": 4, "schedule": "1f1b", **plan})
     run = RunConfig(

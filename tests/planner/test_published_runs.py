@@ -6,6 +6,7 @@ import csv
 import statistics
 import sys
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,26 @@ def test_shipped_constants_predict_published_runs() -> None:
         means = [published.mape(some) for (_, kind), some in errors.items() if kind is narrow]
         assert len(means) >= 3
         assert statistics.fmean(means) < limit
+
+
+def test_published_runs_with_context_are_predicted() -> None:
+    guesses = [published.guess(one) for one in published.given() if one.number("cp") > 1]
+    assert len(guesses) >= 8
+    assert published.mape(one.error for one in guesses) < 10
+    titan = [one for one in guesses if one.row.source == "TITAN"]
+    # Blocks of 8 ranks are slower than their kernels, merges and messages (TITAN-010).
+    assert sorted(abs(one.error) for one in titan)[-2] < 0.08 and len(titan) == 4
+
+
+def test_context_of_torchtitan_neither_overlaps_nor_shares_kv_heads() -> None:
+    one = row("TITAN-010")
+    spent = published.guess(one).prediction.seconds_by_part["context"]
+    runs = published_rows.framework(one)
+    assert not runs.overlaps_context and runs.repeats_kv_heads and runs.context_grad_bytes == 4
+    hidden = published.guess(one, None, replace(runs, overlaps_context=True))
+    shared = published.guess(one, None, replace(runs, repeats_kv_heads=False))
+    assert hidden.prediction.seconds_by_part["context"] < 0.2 * spent
+    assert shared.prediction.seconds_by_part["context"] < 0.8 * spent
 
 
 def test_the_sweep_is_ranked_as_it_was_measured() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ranvier.config.plan import PLANNED_AXES, Plan
+from ranvier.config.plan import AXES, Plan
 from ranvier.cost.layers import ActivationShape
 from ranvier.planner import cluster, explain, frameworks, model_spec, search
 from ranvier.planner.baselines import (
@@ -75,7 +75,8 @@ def test_rules_for_one_axis_refuse_nothing_that_could_run(world: int) -> None:
     asked = wish(devices=0, nodes=1, job=small(batch=24))
     asked = replace(asked, cluster=replace(asked.cluster, per_node=world))
     quick = {tuple(p.degrees.values()) for p in valid_grids(asked)[0]}
-    axes = dict.fromkeys(PLANNED_AXES, range(1, world + 1)) | {"expert": range(1, 2)}  # it is dense
+    axes = dict.fromkeys(AXES, range(1, world + 1))
+    axes |= {"expert": range(1, 2), "context": range(1, 2)}  # dense, and enough short samples
     slow = [
         p for sizes in enumerate_degrees(world, axes) for p in search.plans_of_degrees(asked, sizes)
     ]
@@ -357,7 +358,7 @@ def test_families_have_names() -> None:
 def test_one_device_has_one_factorisation() -> None:
     result = search.search_layouts(wish(devices=1))
     assert result.num_grids == 1 and result.best.plan.world_size == 1
-    assert math.prod(result.best.plan.degrees[axis] for axis in PLANNED_AXES) == 1
+    assert math.prod(result.best.plan.degrees[axis] for axis in AXES) == 1
 
 
 @pytest.fixture(scope="module")

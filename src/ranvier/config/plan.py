@@ -18,9 +18,6 @@ from ranvier.setting import setting
 AXES = ("pipe", "data", "expert", "context", "depth", "row", "col")
 """All axes of the grid, from the outermost (slowest links) to the innermost (fastest)."""
 
-PLANNED_AXES = ("pipe", "data", "expert", "depth", "row", "col")
-"""Axes whose degrees the planner chooses; context has the given degree."""
-
 SETTING_NAMES = {"expert": "experts", "shared_mlp": "shared_expert_mlp"}
 """Names of settings that differ from the name of their dim."""
 

@@ -5,7 +5,8 @@ All are predicted with the same framework profile, so that only the layout diffe
     ZeRO-1         data                              DDP with sharded optimizer states
     FSDP           depth                             weights sharded over all devices (ZeRO-3)
     HSDP           depth x data                      replicas of an FSDP group
-    Megatron-LM    row inside a node x pipe x data   1-D tensor parallelism and a pipeline
+    Megatron-LM    row inside a node x context       1-D tensor parallelism, context parallelism
+                   x pipe x data                     and a pipeline
     AxoNN          row x col x depth x data          tensor parallelism in up to three dims
     Ranvier        any layout of the grid
 """
@@ -45,6 +46,7 @@ class PredictedCandidate:
             plan.col_splits != "samples",
             bool(plan.rank_order),
             plan.reshard_after != "micro_batch",
+            plan.shard_weights_over != "depth",
             ("none", "selective", "full", "memory_budget").index(plan.recompute),
         )
         # Three digits: smaller differences must not favor a more complicated layout.
@@ -56,7 +58,7 @@ class PredictedCandidate:
 
 def _is_data_parallel(plan: Plan) -> bool:
     """Returns whether every rank computes whole layers on its own samples."""
-    return plan.pipe == plan.row == plan.col == 1
+    return plan.pipe == plan.context == plan.row == plan.col == 1
 
 
 StyleTest = Callable[[Plan, int], bool]
@@ -64,8 +66,8 @@ STYLES: Mapping[str, StyleTest] = {
     "ZeRO-1": lambda p, node: _is_data_parallel(p) and p.depth == 1,
     "FSDP": lambda p, node: _is_data_parallel(p) and p.depth > 1 and p.data == 1,
     "HSDP": lambda p, node: _is_data_parallel(p) and p.depth > 1 and p.data > 1,
-    "Megatron-LM": lambda p, node: p.depth == p.col == 1 and p.row <= node,
-    "AxoNN": lambda p, node: p.pipe == 1,
+    "Megatron-LM": lambda p, node: p.gather_ranks == p.col == 1 and p.row <= node,
+    "AxoNN": lambda p, node: p.pipe == p.context == 1,
     RANVIER_STYLE: lambda p, node: True,
 }
 """Tests whether a plan belongs to a style; the second argument is the devices per node."""
@@ -76,14 +78,27 @@ def matching_styles(plan: Plan, per_node: int) -> list[str]:
     return [name for name, of in STYLES.items() if of(plan, per_node)]
 
 
-FAMILIES = ("one device", "DDP", "FSDP", "HSDP", "row", "row x depth", "2-D, 3-D", "pipeline")
-"""Names of layouts by their axes, from simple to mixed. Any layout with stages is a pipeline."""
+FAMILIES = (
+    "one device",
+    "DDP",
+    "FSDP",
+    "HSDP",
+    "row",
+    "row x depth",
+    "2-D, 3-D",
+    "context",
+    "pipeline",
+)
+"""Names of layouts by their axes, from simple to mixed. Any layout with stages is a pipeline, and
+any other that splits samples is named after context."""
 
 
 def layout_family(plan: Plan) -> str:
     """Returns the family of a plan by the axes that it uses."""
     if plan.pipe > 1:
         return "pipeline"
+    if plan.context > 1:
+        return "context"
     if plan.col > 1:
         return "2-D, 3-D"
     if plan.row > 1:

@@ -25,6 +25,8 @@ from ranvier.planner.time.compute import FP8_SCALING
 
 TIE_RATIO = 1.01
 """Ratio of step times below which they count as equal."""
+LONG_CONTEXT_TOKENS = 8192
+"""Tokens per sample from which on it is said why samples are not split over context."""
 MIN_SHOWN_SHARE = 0.04
 """Minimum share of the step time for a part to be listed."""
 TABLE_HEADER = (
@@ -69,7 +71,9 @@ def describe_candidate(found: PredictedCandidate) -> str:
         words.append("col splits features")
     if plan.virtual_stages > 1:
         words.append(f"{plan.virtual_stages} virtual stages")
-    if plan.reshard_after == "step" and plan.depth > 1:
+    if plan.shard_weights_over == "depth_context" and plan.context > 1:
+        words.append("weights over depth and context")
+    if plan.reshard_after == "step" and plan.gather_ranks > 1:
         words.append("reshard after step")
     if plan.compile == "on":
         words.append("compiled")
@@ -170,7 +174,8 @@ def summarize_choice(result: SearchResult) -> str:
     return (
         f"{describe_candidate(best)}, micro-batch {best.plan.micro_batch}, recompute="
         f"{best.plan.recompute}: predicted {format_seconds(it.step_seconds)} per step, best of "
-        f"{result.num_candidates:,} layouts. {describe_bottleneck(result)}"
+        f"{result.num_candidates:,} layouts. "
+        f"{' '.join([*explain_context(result), describe_bottleneck(result)])}"
     )
 
 
@@ -193,11 +198,48 @@ def explain_choice(result: SearchResult) -> list[str]:
         "Time is spent on "
         f"{_join_words([f'{PART_LABELS[n]} ({format_percent(s)})' for n, s in part_shares(it)])}.",
         describe_bottleneck(result),
+        *explain_context(result),
         *_explain_compile(result),
         *_compare_styles(result),
         *_compare_tensor_dims(result),
     ]
     return [text for text in said if text]
+
+
+def explain_context(result: SearchResult) -> Iterator[str]:
+    """Yields why long samples are split over context, or why not."""
+    wish = result.request
+    job = wish.workload
+    if wish.world_size == 1 or "context" in wish.fixed_degrees:
+        return
+    samples = f"{job.batch:,} sample{'s' * (job.batch != 1)} of {job.seq:,} tokens"
+    ours = result.best
+    context = ours.plan.context
+    other = next(
+        (one for one in result.feasible_candidates if (one.plan.context > 1) != (context > 1)), None
+    )
+    slower = ""
+    if other is not None:
+        times = other.prediction.step_seconds / ours.prediction.step_seconds
+        slower = (
+            f"({describe_candidate(other)}) takes {times:.2f}x as long"
+            f"{_main_difference(other.prediction, ours.prediction)}"
+        )
+    if context > 1:
+        rest = f"The best layout without context {slower}" if slower else "No other layout fits"
+        yield (
+            f"context {context}: {samples} per step over {wish.world_size:,} ranks, of which each "
+            f"has {job.seq // context:,} tokens of a sample. {rest}."
+        )
+    elif slower:
+        yield f"Context is not used: the best layout with it {slower}."
+    elif job.seq >= LONG_CONTEXT_TOKENS:
+        why = f"{samples} per step are enough for {wish.world_size:,} ranks"
+        if len(wish.context_degrees) > 1:
+            why = "no layout with it is valid and fits into memory"
+        elif job.batch < wish.world_size:
+            why = f"samples of {job.seq:,} tokens are too short to be split"
+        yield f"Context is not used: {why}."
 
 
 def _explain_compile(result: SearchResult) -> Iterator[str]:
@@ -391,6 +433,7 @@ def candidate_settings(found: PredictedCandidate, wish: SearchRequest) -> dict[s
             "col_splits",
             "virtual_stages",
             "reshard_after",
+            "shard_weights_over",
             "recompute",
             "compile",
             "rank_order",

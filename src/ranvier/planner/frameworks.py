@@ -16,10 +16,11 @@ if TYPE_CHECKING:
     from ranvier.config.plan import Plan
     from ranvier.planner.cluster import Cluster
     from ranvier.planner.memory.breakdown import MemoryBreakdown
-    from ranvier.planner.model_spec import ModelSpec
+    from ranvier.planner.model_spec import BlockSpec, ModelSpec
     from ranvier.planner.predict import Candidate, Workload
     from ranvier.planner.time.communication import CommTime, RankGroups
     from ranvier.planner.time.compute import ComputeContext
+    from ranvier.planner.time.links import RankGroup
 
 AttentionKernel = Literal["scores", "flash1", "flash2", "flash3"]
 
@@ -62,6 +63,8 @@ class FrameworkProfile:
     """Share of the communication over row that overlaps with matmuls."""
     overlaps_dx: bool = False
     """Whether reductions over row in backward overlap with the matmul of dW."""
+    overlaps_context: bool = True
+    """Whether keys of other ranks of context are sent while attention is computed."""
     overlaps_in_graphs: bool = True
     """Whether compiled blocks overlap communication as eager blocks do."""
     overlaps_grad_reduction: bool = True
@@ -113,6 +116,17 @@ class Foreign(FrameworkProfile, ABC):
         places: RankGroups,
     ) -> CommTime:
         """Returns the communication time of a rank per step."""
+
+    @abstractmethod
+    def context_seconds(
+        self,
+        part: BlockSpec,
+        plan: Plan,
+        setup: ComputeContext,
+        cluster: Cluster,
+        ranks: RankGroup,
+    ) -> float:
+        """Returns the seconds of a block over context per micro-batch, before any overlap."""
 
 
 RANVIER = FrameworkProfile(

@@ -21,7 +21,8 @@ from ranvier.config.plan import AXES, Plan
 from ranvier.cost.layers import ActivationShape
 from ranvier.planner import comm_volume, communicators
 from ranvier.planner.cluster import Cluster, Efficiency
-from ranvier.planner.comm_volume import StageBlocks
+from ranvier.planner.comm_volume import ShardingKey, StageBlocks
+from ranvier.planner.document_lengths import DocumentLengths
 from ranvier.planner.frameworks import RANVIER, Foreign, FrameworkProfile
 from ranvier.planner.memory import total as space
 from ranvier.planner.memory.breakdown import MemoryBreakdown
@@ -30,6 +31,12 @@ from ranvier.planner.model_spec import BlockSpec, ModelSpec
 from ranvier.planner.time import communication, compute, links, offload, shared_cores
 from ranvier.planner.time.communication import CommTime, RankGroups
 from ranvier.planner.time.compute import BlockTimes, ComputeContext, Fp8Scaling
+from ranvier.planner.time.context_attention import (
+    NO_CONTEXT,
+    ContextTime,
+    attention_factor,
+    context_attention_time,
+)
 from ranvier.planner.time.links import RankGroup
 
 OVERLAP_SLOWDOWN = 0.15
@@ -69,6 +76,8 @@ class Workload:
     dtype: str = "bf16"
     moments: str = "master"
     packs_documents: bool = False
+    documents: DocumentLengths | None = None
+    """Typical documents of samples, if they are known; otherwise a sample is one document."""
 
 
 @dataclass(frozen=True)
@@ -183,7 +192,7 @@ def predict_step(
         parts,
         table,
         tokens=job.batch * job.seq,
-        flops=model_flops(job.model, job.seq) * job.batch * job.seq,
+        flops=model_flops(job.model, job.seq, job.documents) * job.batch * job.seq,
         devices=plan.world_size,
         peak=device.peak.get(name) or device.best_matmul_rate(name),
         limit=device.memory * (1 - runtime.memory_margin) - runtime.context_bytes + spare,
@@ -210,7 +219,13 @@ def step_seconds_by_part(
     if not cluster.cores:
         return _StepEstimate.from_candidate(job, layout, cluster, runtime, setup).seconds_by_part()
     shared = shared_cores.shared_step_seconds(
-        job.model, layout.plan, setup, cluster, runtime, packed=job.packs_documents
+        job.model,
+        layout.plan,
+        setup,
+        cluster,
+        runtime,
+        packed=job.packs_documents,
+        documents=job.documents,
     )
     return dict.fromkeys(STEP_PARTS, 0.0) | shared
 
@@ -221,7 +236,13 @@ def stage_seconds(job: Workload, layout: Candidate, cluster: Cluster) -> list[fl
     setup = _compute_context(job, layout, cluster, RANVIER)
     if cluster.cores:
         busy = shared_cores.shared_stage_seconds(
-            job.model, plan, setup, cluster, RANVIER, packed=job.packs_documents
+            job.model,
+            plan,
+            setup,
+            cluster,
+            RANVIER,
+            packed=job.packs_documents,
+            documents=job.documents,
         )
         return [
             sum(spent for name, spent in parts.items() if name != "update") / plan.num_micro_batches
@@ -305,7 +326,7 @@ def _compute_context(
 ) -> ComputeContext:
     plan = layout.plan
     # As a run does: compile=auto compiles only on GPUs and only blocks whose layers are not split.
-    alone = plan.depth == plan.row == plan.col == 1
+    alone = plan.context == plan.depth == plan.row == plan.col == 1
     compiled = plan.compile == "on" or (plan.compile == "auto" and alone and not cluster.cores)
     # Expert-parallel blocks with recomputation run eagerly.
     compiled &= plan.expert == 1 or plan.recompute == "none"
@@ -325,9 +346,9 @@ def _compute_context(
 
 
 @lru_cache(maxsize=1000)
-def model_flops(model: ModelSpec, seq: int) -> float:
-    """Returns the model FLOPs per token, forward and backward: 6 per weight, plus causal
-    attention.
+def model_flops(model: ModelSpec, seq: int, documents: DocumentLengths | None = None) -> float:
+    """Returns the model FLOPs per token, forward and backward: 6 per weight, plus causal attention
+    within documents.
     """
     setup = ComputeContext(samples=1, seq=seq)
     total = 0.0
@@ -339,14 +360,21 @@ def model_flops(model: ModelSpec, seq: int) -> float:
             heads = compute.local_heads(part, leaf, setup)
             # Mean number of visible keys per query under a causal mask with an optional window.
             seen = min(leaf.window or seq, seq)
-            total += part.count * 12.0 * heads * leaf.head_dim * seen * (1 - seen / seq / 2)
+            share = documents.score_share(leaf.window) if documents else 1.0
+            total += part.count * 12.0 * heads * leaf.head_dim * seen * (1 - seen / seq / 2) * share
     return total
 
 
-def _recompute_seconds(times: BlockTimes, recompute: str, runtime: FrameworkProfile) -> float:
-    """Returns the seconds per micro-batch that a block spends on recomputation."""
+def _recompute_seconds(
+    times: BlockTimes, recompute: str, runtime: FrameworkProfile, *, keeps_attention: bool
+) -> float:
+    """Returns the seconds per micro-batch that a block spends on recomputation.
+
+    keeps_attention: the result of attention is saved.
+    """
     if recompute == "full":
-        return times.forward - times.recompute_savings
+        saved = times.attention if keeps_attention else 0.0
+        return times.forward - times.recompute_savings - saved
     if recompute != "selective":
         return 0.0
     # Every other matmul is recomputed (see `FrameworkProfile.selective_recompute`).
@@ -442,7 +470,13 @@ class _StepEstimate:
                 continue
             times = self.time_block(part)
             spoken = self.comm_time.for_part(part)
-            again = _recompute_seconds(times, plan.recompute, runtime)
+            again = _recompute_seconds(
+                times,
+                plan.recompute,
+                runtime,
+                # Ranvier saves the result of attention over context.
+                keeps_attention=plan.context > 1 and not isinstance(runtime, Foreign),
+            )
             waits = {"recompute": again}
             # Collectives of dx overlap with the dW matmul, which does not depend on them.
             under = sum(spoken.overlappable_seconds.values())
@@ -466,16 +500,48 @@ class _StepEstimate:
             else:
                 able = 0.0
             waits["depth"] = self.exposed_seconds(spoken.depth_seconds, able)
-            # Ring attention sends the next keys and values while it computes on the current ones.
-            near = self.rank_groups["context",]
-            ring = communication.ring_attention_seconds(
-                part, self.cluster, self.compute_context, near, plan.recompute
-            )
-            waits["context"] = self.exposed_seconds(
-                ring, times.attention + times.attention_backward
-            )
+            waits["context"] = self.exposed_context_seconds(part, times)
             found.append((part, times, waits))
         return found
+
+    def context_time(self, part: BlockSpec) -> ContextTime:
+        """Returns the communication and the balance of a block's attention over context."""
+        plan = self.candidate.plan
+        if plan.context == 1 or isinstance(self.framework, Foreign):
+            return NO_CONTEXT
+        size = compute.DTYPE_BYTES[self.workload.dtype]
+        return context_attention_time(
+            self.workload.model,
+            part,
+            ShardingKey.from_plan(plan).activation_key,
+            ActivationShape(plan.micro_batch, self.workload.seq, size, max(size, 4)),
+            self.workload.documents,
+            self.cluster,
+            self.rank_groups["context",],
+        )
+
+    def exposed_context_seconds(self, part: BlockSpec, times: BlockTimes) -> float:
+        """Returns the exposed seconds of a block over context per micro-batch."""
+        plan = self.candidate.plan
+        if plan.context == 1:
+            return 0.0
+        if isinstance(self.framework, Foreign):
+            spent = self.framework.context_seconds(
+                part, plan, self.compute_context, self.cluster, self.rank_groups["context",]
+            )
+            behind = times.attention + times.attention_backward
+            return self.exposed_seconds(spent, behind if self.framework.overlaps_context else 0.0)
+        found = self.context_time(part)
+        overlaps = "context_keys" in self.overlapped_comm
+        hidden = found.hidden_share if overlaps else 0.0
+        exposed = 0.0
+        for spent, core in (
+            (found.forward, times.attention),
+            (found.backward, times.attention_backward),
+        ):
+            exposed += (1 - hidden) * spent
+            exposed += self.exposed_seconds(hidden * spent, found.hiding_share * core)
+        return exposed
 
     def time_block(self, part: BlockSpec) -> BlockTimes:
         """Returns the times of a block, with gradient accumulation if there are several
@@ -484,6 +550,13 @@ class _StepEstimate:
         device = self.cluster.device
         runtime = self.framework
         times = compute.block_times(part, device, self.compute_context, runtime)
+        factor = attention_factor(part, self.workload.documents) * self.context_time(part).balance
+        if factor != 1.0:
+            times = replace(
+                times,
+                attention=times.attention * factor,
+                attention_backward=times.attention_backward * factor,
+            )
         if self.candidate.plan.num_micro_batches == 1:
             return times
         weights = sum(out * into for out, into in compute.matmul_shapes(part, self.compute_context))
@@ -493,9 +566,7 @@ class _StepEstimate:
         more = compute.memory_seconds(
             device, size, self.compute_context.ranks, runtime.bandwidth_factor
         )
-        return BlockTimes(
-            **{**vars(times), "elementwise_backward": times.elementwise_backward + more}
-        )
+        return replace(times, elementwise_backward=times.elementwise_backward + more)
 
     def edge_times(self) -> tuple[BlockTimes, BlockTimes]:
         """Returns the compute times of embedding and head per micro-batch, forward and backward."""

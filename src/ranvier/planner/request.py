@@ -43,6 +43,7 @@ SEARCHED_FIELDS = (
     "reshard_after",
     "recompute",
     "rank_order",
+    "shard_weights_over",
 )
 """Fields of a plan, in addition to the degrees, that are searched unless they are given."""
 

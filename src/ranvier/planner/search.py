@@ -28,9 +28,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Literal
 
-from ranvier.config.plan import PLANNED_AXES, Plan, divisors
+from ranvier.config.plan import AXES, Plan, WeightSplit, divisors
 from ranvier.errors import PlanError
-from ranvier.planner.baselines import STYLES, PredictedCandidate
+from ranvier.planner.baselines import STYLES, PredictedCandidate, StyleTest
 from ranvier.planner.cluster import Cluster
 from ranvier.planner.predict import (
     Candidate,
@@ -66,6 +66,15 @@ MAX_MICRO_BATCHES = 6
 """Maximum number of micro-batch sizes tried for a factorization."""
 MAX_MICRO_BATCH_TOKENS = 2**18
 """Maximum tokens per micro-batch and rank, unless the smallest valid micro-batch has more."""
+MIN_CONTEXT_TOKENS = {"gpu": 4096, "cpu": 256}
+"""Minimum tokens of a sample on a rank of context. A GPU fetches the keys of others while it
+computes from about 5,000 tokens on."""
+SMALL_WEIGHT_SHARE = 0.08
+LARGE_WEIGHT_SHARE = 0.6
+"""Shares of device memory that weights and gradients take if they are gathered over depth only.
+Below the first they are not gathered over context, above the second only over both."""
+LONG_SAMPLE_TOKENS = 2**15
+"""Tokens per sample from which on context may save memory even if there are enough samples."""
 CHUNK_CHOICES = (1, 2, 4, 8)
 """Numbers of chunks per stage that are tried for each factorization."""
 MAX_CHUNKS = 16
@@ -96,10 +105,19 @@ AXIS_ORDERS: tuple[tuple[str, ...], ...] = (
     ("data", "depth", "row", "col"),
     ("col", "row"),
     ("row", "col", "pipe"),
+    ("context", "row", "col"),
 )
 """Rank orders tried in addition to the default one, innermost axis last: replicas outside of
 stages; depth outside of data; both swapped with the axes between them; row inside of col;
-neighboring stages on adjacent ranks."""
+neighboring stages on adjacent ranks; the parts of a sample on adjacent ranks."""
+
+
+SEARCHED_STYLES: tuple[StyleTest, ...] = (
+    *STYLES.values(),
+    lambda plan, per_node: plan.context == 1,
+)
+"""Styles of which the best layouts are searched fully; also those without context, which the best
+layout is compared with."""
 
 
 @dataclass(frozen=True)
@@ -132,17 +150,35 @@ class SearchRequest:
     @cached_property
     def fixed_degrees(self) -> Mapping[str, int]:
         """Degrees that are fixed; -1 means not fixed."""
-        given = {
-            axis: getattr(self.plan, axis) for axis in PLANNED_AXES if axis in self.fixed_fields
-        }
+        given = {axis: getattr(self.plan, axis) for axis in AXES if axis in self.fixed_fields}
         return {axis: size for axis, size in given.items() if size != -1}
 
     @cached_property
     def searched_axes(self) -> tuple[str, ...]:
         """Axes that may have several ranks; without experts, `expert` is equivalent to `data`."""
-        # A given expert degree is honoured even if the model has no experts.
+        # A given degree is honoured even if it is useless.
         whole = self.dim_sizes.get("expert") or "expert" in self.fixed_degrees
-        return tuple(axis for axis in PLANNED_AXES if whole or axis != "expert")
+        long = len(self.context_degrees) > 1 or "context" in self.fixed_degrees
+        useful = {"expert": bool(whole), "context": long}
+        return tuple(axis for axis in AXES if useful.get(axis, True))
+
+    @cached_property
+    def context_degrees(self) -> tuple[int, ...]:
+        """Degrees of context that may be useful.
+
+        It splits samples if there are fewer of them than ranks, or if they are so long that one
+        does not fit, and if each rank gets enough tokens.
+        """
+        job = self.workload
+        # Only decoders split tokens over context.
+        able = job.model.units.get("kv_heads") and any(
+            part.layers_of_kind("attention") for part in job.model.parts
+        )
+        enough = job.batch >= self.world_size and job.seq < LONG_SAMPLE_TOKENS
+        if not able or enough:
+            return (1,)
+        least = MIN_CONTEXT_TOKENS["cpu" if self.cluster.cores else "gpu"]
+        return tuple(n for n in divisors(self.world_size) if n == 1 or n * least <= job.seq)
 
     def field_choices(self, name: str, several: Sequence[Any]) -> Sequence[Any]:
         """Returns the candidate values of a field of the plan: `several`, or only the fixed
@@ -208,7 +244,9 @@ def degree_choices(wish: SearchRequest) -> dict[str, list[int]]:
     found = {}
     for axis in wish.searched_axes:
         given = wish.fixed_degrees.get(axis)
-        if given is None:
+        if given is None and axis == "context":
+            sizes = [*wish.context_degrees]
+        elif given is None:
             sizes = divisors(wish.world_size)
         elif given > 0:
             sizes = [given]
@@ -219,7 +257,7 @@ def degree_choices(wish: SearchRequest) -> dict[str, list[int]]:
 
 
 def _divides_alone(wish: SearchRequest, axis: str, size: int) -> bool:
-    alone = dict.fromkeys(PLANNED_AXES, 1) | {axis: size}
+    alone = dict.fromkeys(AXES, 1) | {axis: size}
     # The whole share of a replica as one micro-batch is the most permissive choice.
     whole = [
         replace(p, micro_batch=p.global_batch // p.num_replicas)
@@ -280,6 +318,7 @@ def is_allowed(wish: SearchRequest, plan: Plan) -> bool:
 
 def plans_of_degrees(wish: SearchRequest, sizes: Mapping[str, int]) -> Iterator[Plan]:
     """Yields a plan with these degrees for each way in which col can split a layer."""
+    sizes = {**dict.fromkeys(AXES, 1), **sizes}
     both = ("samples", "features") if sizes["col"] > 1 else ("samples",)
     # The interleaved schedule is not defined for a single chunk per stage.
     if wish.plan.schedule == "interleaved" and sizes["pipe"] > 1:
@@ -292,17 +331,33 @@ def plans_of_degrees(wish: SearchRequest, sizes: Mapping[str, int]) -> Iterator[
         "rank_order": (),
         **_fixed_values(wish),
     }
-    for inner in wish.field_choices("col_splits", both):
+    over = wish.field_choices("shard_weights_over", _weight_splits(wish, sizes))
+    for inner, weights in itertools.product(wish.field_choices("col_splits", both), over):
         # col splits the samples of a micro-batch, so there must be at least one per col rank.
         if inner == "samples":
             least = sizes["col"]
         else:
             least = 1
         changes = {"micro_batch": least, **fixed, **sizes, "col_splits": inner}
+        changes["shard_weights_over"] = weights
         if "micro_batch" in wish.fixed_fields and wish.plan.micro_batch > 0:
             changes["micro_batch"] = wish.plan.micro_batch
         changes["global_batch"] = wish.workload.batch
         yield replace(wish.plan, **changes)
+
+
+def _weight_splits(wish: SearchRequest, sizes: Mapping[str, int]) -> Sequence[WeightSplit]:
+    """Returns the ranks to gather weights over: also over context where they need much memory."""
+    if sizes["context"] == 1:
+        return ("depth",)
+    ranks = sizes["pipe"] * sizes["depth"] * sizes["row"] * sizes["col"] * sizes["expert"]
+    # Weights in 16 bits and their gradients in fp32.
+    share = 6 * wish.workload.model.num_parameters / ranks / wish.cluster.device.memory
+    if share > LARGE_WEIGHT_SHARE:
+        return ("depth_context",)
+    if share < SMALL_WEIGHT_SHARE:
+        return ("depth",)
+    return ("depth", "depth_context")
 
 
 def _fixed_values(wish: SearchRequest) -> dict[str, Any]:
@@ -317,7 +372,7 @@ def micro_batch_choices(wish: SearchRequest, plan: Plan) -> list[int]:
     # Sequences per replica and step; a micro-batch must divide it.
     share = plan.global_batch // plan.num_replicas
     multiple = plan.micro_batch
-    most = max(MAX_MICRO_BATCH_TOKENS // wish.workload.seq, multiple)
+    most = max(MAX_MICRO_BATCH_TOKENS * plan.context // wish.workload.seq, multiple)
     sizes = [n for n in divisors(share) if n % multiple == 0 and n <= most]
     if len(sizes) <= MAX_MICRO_BATCHES:
         return sizes
@@ -372,7 +427,7 @@ def is_message_driven(wish: SearchRequest) -> bool:
 def search_recompute(wish: SearchRequest, plan: Plan) -> Iterator[PredictedCandidate]:
     """Yields a plan with increasing recomputation, with and without offload, until one fits."""
     # Keeping gathered weights between micro-batches only differs if there are several of them.
-    again = plan.depth > 1 and plan.num_micro_batches > 1
+    again = plan.gather_ranks > 1 and plan.num_micro_batches > 1
     if wish.states:
         places: Sequence[DeviceOrHost] = (wish.states,)
     else:
@@ -461,6 +516,8 @@ def _choose_compile(wish: SearchRequest, plan: Plan) -> Plan:
     given = math.prod(wish.fixed_degrees.values())
     # With unsplit layers, compile=auto compiles anyway.
     able = wish.allows_compile and plan.compile == "auto" and not wish.cluster.cores
+    # Attention over context is not part of a graph.
+    able &= plan.context == 1
     if not able or not split or given == wish.world_size:
         return plan
     graph = replace(plan, compile="on")
@@ -594,7 +651,7 @@ def _first_guesses(wish: SearchRequest) -> Iterator[Plan]:
             if not odd and rest % copies == 0:
                 sizes = {"pipe": pipe, "data": rest // copies, "depth": copies, "row": row}
                 yield from plans_of_degrees(
-                    wish, {**dict.fromkeys(PLANNED_AXES, 1), **sizes, **wish.fixed_degrees}
+                    wish, {**dict.fromkeys(AXES, 1), **sizes, **wish.fixed_degrees}
                 )
 
 
@@ -621,11 +678,6 @@ def search_layouts(
 
     report: called repeatedly with the best layout so far and the number of predicted layouts.
     """
-    if wish.plan.context > 1:
-        raise PlanError(
-            f"plan.context={wish.plan.context} cannot be planned yet. Layouts are predicted with "
-            "context=1. Use plan.context=1, or `ranvier train` with all degrees given."
-        )
     began = time.perf_counter()
     if report is None:
         progress = None
@@ -682,13 +734,14 @@ def _best_of_styles(
     found = dict[Candidate, PredictedCandidate]()
     node = wish.cluster.per_node
     fits = sorted(_fitting_candidates(everything), key=lambda one: one.sort_key)
-    for of in STYLES.values():
+    for of in SEARCHED_STYLES:
         seen = dict[tuple[object, ...], PredictedCandidate]()
         for one in fits:
             if of(one.plan, node):
                 plan = one.plan
                 # Sorted input: the first candidate of each shape is its best.
-                seen.setdefault((*plan.degrees.values(), plan.col_splits, plan.micro_batch), one)
+                splits = (plan.col_splits, plan.shard_weights_over)
+                seen.setdefault((*plan.degrees.values(), *splits, plan.micro_batch), one)
                 if len(seen) == REFINED_PER_STYLE:
                     break
         found |= {one.candidate: one for one in seen.values()}
@@ -775,12 +828,12 @@ def carry_over_layouts(wish: SearchRequest, known: Sequence[SearchResult]) -> Se
 
 def _nearest_degrees(wish: SearchRequest, plan: Plan) -> list[dict[str, int]]:
     """Returns the degrees for the ranks of a request that are nearest to the degrees of a plan."""
-    rest, odd = divmod(wish.world_size, plan.row * plan.col * plan.expert)
+    rest, odd = divmod(wish.world_size, plan.row * plan.col * plan.expert * plan.context)
     if odd:
         return []
     outer = {axis: plan.degrees[axis] for axis in ("pipe", "data", "depth")}
     choices = {axis: wish.fixed_degrees.get(axis) for axis in outer}
-    # Only the outer axes change; row, col and expert keep their degrees.
+    # Only the outer axes change; row, col, expert and context keep their degrees.
     sizes = enumerate_degrees(rest, {a: [n] if n else divisors(rest) for a, n in choices.items()})
 
     def far(one: Mapping[str, int]) -> tuple[float, int]:
@@ -823,7 +876,7 @@ def _worth_full_search(
         for several in rough
     ]
     found = set[int]()
-    for of in STYLES.values():
+    for of in SEARCHED_STYLES:
         own = [i for i, plan in enumerate(every) if of(plan, node) and times[i] < math.inf]
         own.sort(key=lambda i: (times[i], i))
         found.update(

@@ -197,6 +197,9 @@ def _pass_seconds(
     for row in comm_volume.pass_volumes(model, part, inside, flow):
         if row.phase == "recompute" and not again:
             continue
+        # Attention over context overlaps with itself (`time.context_attention`).
+        if row.axis == ("context",):
+            continue
         spent = row.count * links.collective_seconds(cluster, row.op, row.bytes, groups[row.axis])
         # The reduce-scatter of dx runs while dw is computed, which does not depend on it.
         under = row.phase == "backward" and row.op == "reduce_scatter" and row.where not in lone
@@ -304,20 +307,3 @@ def rank_parameters_of_stage(model: ModelSpec, stage: StageBlocks, split: int) -
     if model.has_tied_embeddings and leaving.name in names and entry.name not in names:
         found += entry.num_parameters
     return found / split
-
-
-def ring_attention_seconds(
-    part: BlockSpec, cluster: Cluster, setup: ComputeContext, ranks: RankGroup, recompute: str
-) -> float:
-    """Returns the seconds per block of sending keys and values around the context axis."""
-    if ranks.size == 1:
-        return 0.0
-    narrow = 0
-    for leaf in part.layers_of_kind("siblings"):
-        kept = [one for one in leaf.inside if one.dims[:1] == ("kv_heads",)]
-        narrow += sum(compute.local_size("kv_heads", one.shape[0], setup) for one in kept)
-    size = 2 * setup.tokens * narrow * ranks.size
-    # One round forward, and two backward, which also send gradients. Full recomputation repeats the
-    # forward round.
-    rounds = 4 if recompute == "full" else 3
-    return rounds * links.collective_seconds(cluster, "all_gather", size, ranks)

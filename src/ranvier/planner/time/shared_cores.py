@@ -27,10 +27,12 @@ from ranvier.planner.comm_volume import (
     find_stage_starts,
     step_comm_volume,
 )
+from ranvier.planner.document_lengths import DocumentLengths
 from ranvier.planner.frameworks import FrameworkProfile
 from ranvier.planner.model_spec import BlockSpec, ModelSpec
 from ranvier.planner.time import compute, links
 from ranvier.planner.time.compute import DTYPE_BYTES, ComputeContext
+from ranvier.planner.time.context_attention import attention_factor
 from ranvier.planner.time.links import RankGroup
 
 ELEMENTS_PER_DIM: Mapping[str, float] = {
@@ -67,11 +69,13 @@ def shared_step_seconds(
     runtime: FrameworkProfile,
     *,
     packed: bool,
+    documents: DocumentLengths | None = None,
 ) -> dict[str, float]:
     """Returns the seconds per step by part."""
-    return _combine_stages(
-        shared_stage_seconds(model, plan, setup, cluster, runtime, packed=packed), plan, cluster
+    stages = shared_stage_seconds(
+        model, plan, setup, cluster, runtime, packed=packed, documents=documents
     )
+    return _combine_stages(stages, plan, cluster)
 
 
 def shared_stage_seconds(
@@ -82,6 +86,7 @@ def shared_stage_seconds(
     runtime: FrameworkProfile,
     *,
     packed: bool,
+    documents: DocumentLengths | None = None,
 ) -> list[dict[str, float]]:
     """Returns the seconds per step on each stage by part, without waiting."""
     flow = ActivationShape(
@@ -93,7 +98,7 @@ def shared_stage_seconds(
         here = build_stage_blocks(
             model, index, plan.pipe, plan.virtual_stages, firsts, plan.vocab_over_pipe
         )
-        parts = _stage_compute_seconds(here, plan, setup, cluster, runtime, packed)
+        parts = _stage_compute_seconds(here, plan, setup, cluster, runtime, packed, documents)
         # Every collective counts, because nothing overlaps on shared cores.
         for row in step_comm_volume(model, plan, flow, stage=index, orders=0).rows:
             name, seconds = _communication_seconds(row, plan, cluster)
@@ -126,6 +131,7 @@ def _stage_compute_seconds(
     cluster: Cluster,
     runtime: FrameworkProfile,
     packed: bool,
+    documents: DocumentLengths | None,
 ) -> dict[str, float]:
     """Returns the compute seconds of a rank of a stage per step."""
     found = {"compute": 0.0, "attention": 0.0, "recompute": 0.0}
@@ -133,7 +139,7 @@ def _stage_compute_seconds(
         own = _part_seconds(part, cluster, setup, runtime, packed)
         times = count * plan.num_micro_batches
         found["compute"] += times * own[0]
-        found["attention"] += times * own[1]
+        found["attention"] += times * own[1] * attention_factor(part, documents)
         if part.is_block and plan.recompute in ("selective", "full"):
             found["recompute"] += times * own[2 if plan.recompute == "selective" else 3]
     return found
@@ -183,7 +189,9 @@ def _part_seconds(
     # Selective recomputation repeats the operations between matmuls, full recomputation also
     # matmuls.
     light = RECOMPUTE_SHARES[0] * launched + RECOMPUTE_SHARES[1] * small
-    return forward + back + small + launched, core, light, light + forward + times.attention
+    # The result of attention over context is saved, not recomputed.
+    attention = times.attention if setup.context == 1 else 0.0
+    return forward + back + small + launched, core, light, light + forward + attention
 
 
 def _matmul_seconds(
