@@ -10,6 +10,7 @@ import math
 import random
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -108,18 +109,43 @@ def layouts() -> list[tuple[RunConfig, int, int]]:
 
 def same(number: int) -> None:
     """Predicted bytes are counted bytes, for each operation and axis."""
-    run, world, rank = layouts()[number]
+    check_bytes(*layouts()[number])
+
+
+def check_bytes(run: RunConfig, world: int, rank: int) -> None:
+    """Predicted bytes are counted bytes, for each operation and axis."""
     found = dry_run(run, world=world, rank=rank, watched=False)
     run = resolve_dry_run(run, world=world, rank=rank)
     size = 2 if run.train.dtype == "bf16" else 4
     flow = ActivationShape(run.plan.micro_batch, run.data.seq_len, size, statistics_itemsize=4)
     kept = run.memory.recompute_collectives == "save"
-    predicted = step_comm_volume(
-        resolve_model_spec(run), run.plan, flow, stage=found.index["pipe"], kept=kept
-    )
+    place = {"stage": found.index["pipe"], "context_index": found.index["context"]}
+    predicted = step_comm_volume(resolve_model_spec(run), run.plan, flow, **place, kept=kept)
     assert found.comm_bytes() == predicted.bytes_by_axis(), (run.plan, run.model, rank)
     calls = sum(row.count for row in predicted.rows)
     assert calls == sum(row.calls for row in found.collectives)
+
+
+CONTEXT: list[dict[str, object]] = [
+    {"context": 6, "row": 2, "depth": 4, "recompute": "full"},
+    {"context": 4, "depth": 4, "context_attention": "ring", "shard_weights_over": "depth_context"},
+    {"context": 3, "row": 2, "data": 4, "context_attention": "ulysses", "recompute": "selective"},
+    {"context": 16, "pipe": 2, "col": 3, "col_splits": "features", "context_order": "contiguous"},
+    {"context": 8, "data": 2, "col": 2, "shard_weights_over": "depth_context"},
+]
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("number", range(len(CONTEXT)))
+def test_predicted_bytes_over_context_are_what_a_rank_sends(number: int) -> None:
+    """Ranks of context send different numbers of keys; layers with a window send halos."""
+    settings: dict[str, Any] = {"data": 1, "micro_batch": 2, **CONTEXT[number]}
+    replicas = settings["data"] * settings.get("depth", 1)
+    plan = Plan(global_batch=replicas * settings["micro_batch"], **settings)
+    windows = {} if plan.context_attention == "ring" else MODELS[3]
+    model = DecoderModelConfig(size="imported", **{**SHAPE, "vocab": 96, "max_seq": 96, **windows})
+    run = RunConfig(model=model, plan=plan, data=DataConfig(seq_len=96))
+    check_bytes(run, plan.world_size, plan.world_size // 2 + 1)
 
 
 @pytest.mark.sample(3)
@@ -239,6 +265,27 @@ MEMORY = [
     {"pipe": 4, "global_batch": 8, "row": 2, "recompute": "full"},
     {"depth": 256, "micro_batch": 1},
 ]
+CONTEXT_MEMORY = [
+    {"context": 64, "recompute": "full"},
+    {"context": 16, "row": 2, "depth": 2, "recompute": "selective"},
+    {"context": 8, "depth": 2, "shard_weights_over": "depth_context", "recompute": "full"},
+    {"context": 8, "row": 4, "context_attention": "ulysses"},
+    {"context": 8, "row": 2, "context_attention": "ring", "recompute": "full"},
+]
+
+
+@pytest.mark.parametrize(
+    "number", [0, *(pytest.param(n, marks=pytest.mark.full) for n in range(1, len(CONTEXT_MEMORY)))]
+)
+def test_predicted_memory_over_context_is_that_of_a_rank(number: int) -> None:
+    """Long samples, so that fetched keys and their gradients are most of it."""
+    settings: dict[str, Any] = {"data": 1, "micro_batch": 1, **CONTEXT_MEMORY[number]}
+    plan = Plan(global_batch=settings.get("depth", 1), **settings)
+    model = DecoderModelConfig(size="imported", **BIG, vocab=32000, max_seq=2**18)
+    run = RunConfig(model=model, plan=plan, data=DataConfig(seq_len=2**18))
+    weighed(run, plan.world_size, 0)
+
+
 CHEAP = 1
 SLOW = [pytest.param(n, marks=pytest.mark.full) for n in range(CHEAP, len(MEMORY))]
 
