@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ranvier.cli.plan import PlanOptions, read_document_lengths
 from ranvier.config.plan import ContextOrder, Plan
+from ranvier.config.run import run_from_tables
 from ranvier.cost.context_attention import KVGatherLayout
 from ranvier.cost.layers import ActivationShape
+from ranvier.errors import PlanError
 from ranvier.planner import cluster, explain, model_spec, predict, search
 from ranvier.planner.comm_volume import ShardingKey, step_comm_volume
-from ranvier.planner.document_lengths import DocumentLengths
+from ranvier.planner.document_lengths import DocumentLengths, read_histogram
 from ranvier.planner.predict import Candidate, Workload
+from ranvier.planner.request import can_split_context
 from ranvier.planner.search import SearchRequest
 from ranvier.planner.time.communication import RankGroups
 from ranvier.planner.time.context_attention import ContextTime, context_attention_time
@@ -119,11 +124,11 @@ def test_methods_are_priced_by_what_the_slowest_rank_moves() -> None:
 
 
 def test_documents_that_are_whole_on_a_rank_fetch_nothing() -> None:
-    short = DocumentLengths.from_lengths([1024], 131072)
+    short = DocumentLengths.from_histogram({1024: 1}, 131072)
     found = timed(CONTEXT8, documents=short)
     assert found.forward == found.backward == 0.0 and found.balance <= 1.05
     assert short.score_share() == pytest.approx(1 / 128, rel=0.01)
-    long = DocumentLengths.from_lengths([500, 1000, 90_000], 131072)
+    long = DocumentLengths.from_histogram({500: 1, 1000: 1, 90_000: 1}, 131072)
     assert 0.0 < timed(CONTEXT8, documents=long).forward < timed(CONTEXT8).forward
     attention = [
         step(CONTEXT8, documents=one).seconds_by_part["attention"] for one in (short, None)
@@ -132,11 +137,11 @@ def test_documents_that_are_whole_on_a_rank_fetch_nothing() -> None:
 
 
 def test_typical_documents_fill_samples_and_continue_in_the_next() -> None:
-    found = DocumentLengths.from_lengths([3000], 1000)
+    found = DocumentLengths.from_histogram({3000: 7}, 1000)
     assert set(found.samples) == {(1000,)}
-    found = DocumentLengths.from_lengths([300], 1000)
+    found = DocumentLengths.from_histogram({300: 2}, 1000)
     assert found.samples[:2] == ((300, 300, 300, 100), (200, 300, 300, 200))
-    assert found.samples == DocumentLengths.from_lengths([300], 1000).samples
+    assert found.samples == DocumentLengths.from_histogram({300: 2}, 1000).samples
 
 
 @pytest.mark.parametrize(
@@ -158,7 +163,8 @@ def test_context_is_searched_only_where_it_may_help(
 
 def test_a_given_degree_of_context_is_kept() -> None:
     asked = request(seq=4096, batch=8)
-    asked = replace(asked, plan=Plan(context=2), fixed_fields=frozenset({"context"}))
+    fixed = frozenset({"context", "pipe", "col"})
+    asked = replace(asked, plan=Plan(context=2), fixed_fields=fixed, allows_compile=False)
     found = search.search_layouts(asked)
     assert {one.plan.context for one in found.feasible_candidates} == {2}
     assert not [*explain.explain_context(found)]
@@ -204,3 +210,66 @@ def test_512_devices_split_few_long_samples(seq: int, batch: int) -> None:
         assert found.best.plan.context > 1 and ratio >= 1.2 and why.startswith("context ")
     else:
         assert found.best is other and "are enough for 512 ranks" in why
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("12\n0\n", "Line 2 of FILE is '0'. The length of a document"),
+        ("12 0\n", "Line 1 of FILE is '12 0'"),
+        ("7\n-3\n", "Line 2 of FILE is '-3'"),
+        ("7\n1.5\n", "Line 2 of FILE is '1.5'"),
+        ("7 8 9\n", "Line 1 of FILE is '7 8 9'"),
+        ("# nothing\n", "FILE has no document lengths"),
+        (None, "FILE cannot be read"),
+    ],
+)
+def test_a_wrong_file_of_lengths_is_one_clear_message(
+    text: str | None, message: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "lengths.txt"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(PlanError) as caught:
+        read_histogram(str(file))
+    (problem,) = caught.value.problems
+    assert message.replace("FILE", str(file)) in problem and problem.count(". ") == 2
+
+
+def test_a_file_of_lengths_may_count_documents(tmp_path: Path) -> None:
+    file = tmp_path / "lengths.csv"
+    file.write_text("100 # short ones\n100, 2\n\n7 3\n")
+    assert read_histogram(str(file)) == {100: 3, 7: 3}
+
+
+def test_the_explanation_says_what_lengths_change() -> None:
+    asked = request(seq=131072, batch=1)
+    documents = DocumentLengths.from_histogram({1024: 1}, 131072)
+    degrees = {"pipe": 1, "data": 1, "context": 8, "depth": 1, "row": 1, "col": 1}
+    asked = replace(
+        asked,
+        workload=replace(asked.workload, documents=documents),
+        plan=Plan(**degrees),
+        fixed_fields=frozenset(degrees),
+    )
+    said = " ".join(explain.explain_choice(search.search_layouts(asked)))
+    assert "Samples have 128.0 documents on average" in said
+    assert "0.8 % of the work of whole samples, and 0.0 % of the keys of other ranks" in said
+
+
+def test_lengths_without_a_mask_of_documents_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "lengths.txt"
+    file.write_text("1000\n")
+    wanted = PlanOptions(lengths=str(file))
+    assert read_document_lengths(wanted) == {1000: 1}
+    wanted = replace(wanted, data=replace(wanted.data, document_mask=False))
+    with pytest.raises(PlanError, match="or omit --lengths"):
+        read_document_lengths(wanted)
+
+
+def test_context_is_not_searched_where_settings_refuse_it() -> None:
+    tables: dict[str, Any] = {"plan": {"global_batch": 1}, "data": {"seq_len": 8192}}
+    tables["model"] = {"sliding_window": 16, "max_seq": 8192}
+    assert can_split_context(run_from_tables(tables))
+    tables["plan"]["context_attention"] = "ring"
+    assert not can_split_context(run_from_tables(tables))

@@ -7,13 +7,13 @@ Modules that only present a result are imported when there is one, so that a sea
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from ranvier.config.run import RunConfig
 from ranvier.errors import PlanError
 from ranvier.planner import cluster as clusters
-from ranvier.planner import output_files, request
+from ranvier.planner import document_lengths, output_files, request
 from ranvier.planner.cluster import Cluster
 from ranvier.planner.request import Precision
 from ranvier.planner.search import SearchRequest, SearchResult, search_layouts
@@ -40,6 +40,10 @@ class PlanOptions(RunConfig):
     """Number of layouts in the table."""
     precision: Precision = ""
     """Data type of the matrix products. If empty, derived from train.dtype and train.float8."""
+    lengths: str = ""
+    """Lengths of the documents that samples are packed with, which attention and context depend on:
+    corpus (those of data.sources), or a text file with a length per line, optionally followed by
+    the number of such documents. If empty, each sample is one document."""
     goal: str = ""
     """Number of tokens and a time limit, such as "70B, 2T tokens, 30 days" or "100B tokens, 2
     weeks". The planner finds the fewest nodes that reach it (at most --nodes, if given)."""
@@ -89,7 +93,27 @@ def request_from_options(wanted: PlanOptions, given: Set[str]) -> tuple[SearchRe
     """Returns the search request, and options for settings that the user did not give."""
     machine = resolve_cluster(wanted)
     run, assumed = request.assume_batch_and_seq(wanted, machine, given)
-    return request.build_request(run, machine, given, precision=wanted.precision), assumed
+    lengths = read_document_lengths(wanted)
+    wish = request.build_request(run, machine, given, precision=wanted.precision, lengths=lengths)
+    return wish, assumed
+
+
+def read_document_lengths(wanted: PlanOptions) -> Mapping[int, int] | None:
+    """Returns the number of documents of each length, if they are asked for."""
+    if not wanted.lengths:
+        return None
+    if not wanted.data.document_mask:
+        raise PlanError(
+            f"--lengths {wanted.lengths} with data.document_mask=False. Attention sees whole "
+            "samples then. Use data.document_mask=True, or omit --lengths."
+        )
+    if wanted.lengths != "corpus":
+        return document_lengths.read_histogram(wanted.lengths)
+    # Reading a corpus takes longer than a search.
+    from ranvier.data.corpus import count_document_lengths
+    from ranvier.train.prepare_data import tokenize_corpora
+
+    return count_document_lengths(tokenize_corpora(wanted))
 
 
 def search_with_cache(wish: SearchRequest, *, cache: bool = True) -> SearchResult:

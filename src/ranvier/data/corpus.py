@@ -8,7 +8,8 @@ tokens, so that duplicates are never in both splits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -346,3 +347,12 @@ def _map_mask(path: Path, tokens: int) -> NDArray[np.uint8]:
             f"{path} cannot be read: {error}. It marks the tokens that are learned. Prepare the "
             "corpus again."
         ) from None
+
+
+def count_document_lengths(folders: Iterable[str | Path]) -> Counter[int]:
+    """Counts the documents of each length in prepared directories."""
+    found: Counter[int] = Counter()
+    for folder in folders:
+        lengths, counts = np.unique(Corpus.open(folder).document_lengths, return_counts=True)
+        found.update(dict(zip(lengths.tolist(), counts.tolist(), strict=True)))
+    return found

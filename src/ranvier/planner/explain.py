@@ -199,6 +199,7 @@ def explain_choice(result: SearchResult) -> list[str]:
         f"{_join_words([f'{PART_LABELS[n]} ({format_percent(s)})' for n, s in part_shares(it)])}.",
         describe_bottleneck(result),
         *explain_context(result),
+        *_explain_documents(result),
         *_explain_compile(result),
         *_compare_styles(result),
         *_compare_tensor_dims(result),
@@ -240,6 +241,25 @@ def explain_context(result: SearchResult) -> Iterator[str]:
         elif job.batch < wish.world_size:
             why = f"samples of {job.seq:,} tokens are too short to be split"
         yield f"Context is not used: {why}."
+
+
+def _explain_documents(result: SearchResult) -> Iterator[str]:
+    """Yields what the given lengths of documents change."""
+    documents = result.request.workload.documents
+    if documents is None:
+        return
+    mean = sum(map(len, documents.samples)) / len(documents.samples)
+    said = (
+        f"Samples have {mean:.1f} documents on average, so that attention has "
+        f"{format_percent(documents.score_share())} of the work of whole samples"
+    )
+    plan = result.best.plan
+    if plan.context > 1:
+        orders = documents.token_orders(plan.context, plan.token_order)
+        others = (plan.context - 1) * documents.seq * len(orders)
+        fetched = sum(sum(order.num_fetched()) for order in orders) / others
+        said += f", and {format_percent(fetched)} of the keys of other ranks of context are fetched"
+    yield f"{said}."
 
 
 def _explain_compile(result: SearchResult) -> Iterator[str]:

@@ -13,7 +13,7 @@ A run without batch or sequence length gets typical values of published runs of 
 from __future__ import annotations
 
 import math
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from dataclasses import replace
 from typing import Literal
 
@@ -23,6 +23,7 @@ from ranvier.errors import PlanError
 from ranvier.html.number_format import format_number
 from ranvier.planner.algorithm_choice import restrict_algorithms
 from ranvier.planner.cluster import Cluster
+from ranvier.planner.document_lengths import DocumentLengths
 from ranvier.planner.model_spec import resolve_model_spec
 from ranvier.planner.predict import Workload
 from ranvier.planner.search import SearchRequest
@@ -104,8 +105,14 @@ def default_batch(parameters: int, seq: int, devices: int) -> tuple[int, str]:
     return batch, why
 
 
-def build_workload(run: RunConfig, cluster: Cluster, *, precision: Precision = "") -> Workload:
-    """Returns the workload of a run."""
+def build_workload(
+    run: RunConfig,
+    cluster: Cluster,
+    *,
+    precision: Precision = "",
+    lengths: Mapping[int, int] | None = None,
+) -> Workload:
+    """Returns the workload of a run. lengths: number of documents of each length, if known."""
     # fp8 concerns only matmuls: weights and activations stay in bf16.
     if precision == "fp8":
         wanted = "bf16"
@@ -127,13 +134,26 @@ def build_workload(run: RunConfig, cluster: Cluster, *, precision: Precision = "
         dtype=dtype,
         moments=run.optim.state_dtype,
         packs_documents=run.data.document_mask,
+        documents=DocumentLengths.from_histogram(lengths, run.data.seq_len) if lengths else None,
     )
 
 
+def can_split_context(run: RunConfig) -> bool:
+    """Returns whether the settings of a run allow context above 1."""
+    others = {*run.find_problems()}
+    return not {*replace(run, plan=replace(run.plan, context=2)).find_problems()} - others
+
+
 def build_request(
-    run: RunConfig, cluster: Cluster, given: Set[str], *, precision: Precision = ""
+    run: RunConfig,
+    cluster: Cluster,
+    given: Set[str],
+    *,
+    precision: Precision = "",
+    lengths: Mapping[int, int] | None = None,
 ) -> SearchRequest:
-    """Returns the search request of a run. given: dotted names of settings that are fixed."""
+    """Returns the search request of a run. given: dotted names of settings that are fixed; lengths:
+    number of documents of each length, if known."""
     eight = FP8_SCALING[run.train.float8] or ("tensor" if precision == "fp8" else "")
     if eight and "fp8" not in cluster.device.peak:
         raise PlanError(
@@ -141,6 +161,8 @@ def build_request(
             "Use --precision bf16."
         )
     fixed = frozenset(name for name in (*AXES, *SEARCHED_FIELDS) if f"plan.{name}" in given)
+    if not can_split_context(run):
+        fixed |= {"context"}
     if "memory.optimizer_states" in given:
         states = run.memory.optimizer_states
     else:
@@ -149,7 +171,7 @@ def build_request(
     if states not in (None, "device", "host"):
         states = "host"
     return SearchRequest(
-        build_workload(run, cluster, precision=precision),
+        build_workload(run, cluster, precision=precision, lengths=lengths),
         restrict_algorithms(cluster, run.comm.algorithm),
         plan=_reset_searched_fields(run.plan, fixed),
         fixed_fields=fixed,

@@ -22,6 +22,7 @@ from ranvier.planner.algorithm_choice import restrict_algorithms
 from ranvier.planner.cluster import Cluster
 from ranvier.planner.model_spec import resolve_model_spec
 from ranvier.planner.predict import Prediction, Workload
+from ranvier.planner.request import can_split_context
 from ranvier.planner.search import DeviceOrHost, SearchRequest, SearchResult, search_layouts
 from ranvier.planner.time.compute import FP8_SCALING
 from ranvier.train.health.determinism import compiles_deterministically
@@ -52,6 +53,7 @@ def choose_layout(
     # A limitation: with open memory settings only layouts without a pipeline are searched. These
     # settings are chosen after the layout, so the search assumes selective recomputation.
     fixed |= {"pipe", "recompute"} if measured else set()
+    fixed |= set() if can_split_context(run) else {"context"}
     # With a memory limit the schedule is not searched: the limit bounds what stages may hold.
     fixed |= {"schedule"} if run.memory.device_limit_gib else set()
     wanted = replace(plan, pipe=1, recompute="selective" if measured else plan.recompute)
