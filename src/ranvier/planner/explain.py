@@ -26,7 +26,7 @@ from ranvier.planner.time.compute import FP8_SCALING
 TIE_RATIO = 1.01
 """Ratio of step times below which they count as equal."""
 LONG_CONTEXT_TOKENS = 8192
-"""Tokens per sample from which on it is said why samples are not split over context."""
+"""Tokens per sample from which on the explanation names why context does not split samples."""
 MIN_SHOWN_SHARE = 0.04
 """Minimum share of the step time for a part to be listed."""
 TABLE_HEADER = (
@@ -249,7 +249,7 @@ def _explain_documents(result: SearchResult) -> Iterator[str]:
     if documents is None:
         return
     mean = sum(map(len, documents.samples)) / len(documents.samples)
-    said = (
+    text = (
         f"Samples have {mean:.1f} documents on average, so that attention has "
         f"{format_percent(documents.score_share())} of the work of whole samples"
     )
@@ -258,8 +258,8 @@ def _explain_documents(result: SearchResult) -> Iterator[str]:
         orders = documents.token_orders(plan.context, plan.token_order)
         others = (plan.context - 1) * documents.seq * len(orders)
         fetched = sum(sum(order.num_fetched()) for order in orders) / others
-        said += f", and {format_percent(fetched)} of the keys of other ranks of context are fetched"
-    yield f"{said}."
+        text += f", and {format_percent(fetched)} of the keys of other ranks of context are fetched"
+    yield f"{text}."
 
 
 def _explain_compile(result: SearchResult) -> Iterator[str]:
