@@ -333,7 +333,7 @@ def peer_ring(shape: Shape, kernel: str, rank: int) -> Callable[[], None]:
                 *(kernel, dy[:, :, queries], q[:, :, queries], k[:, :, keys], v[:, :, keys]),
                 *(o[:, :, queries], lse[:, :, queries].contiguous(), state, causal),
             )
-            # A part of a sum is updated by making all of it anew.
+            # Updating a part of a sum copies all of it.
             if step and queries.start == 0:
                 dk = torch.cat([dk[:, :, :half] + grads[1], dk[:, :, half:]], 2)
                 dv = torch.cat([dv[:, :, :half] + grads[2], dv[:, :, half:]], 2)

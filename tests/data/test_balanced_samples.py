@@ -1,4 +1,4 @@
-"""Samples of a step are assigned to ranks and micro-batches by cost; a step has the same samples."""
+"""The samples of a step are assigned to ranks and micro-batches by cost, and remain the same."""
 
 from __future__ import annotations
 
