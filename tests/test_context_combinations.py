@@ -16,9 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from equivalence import Case, Serial, batch_of, compare, run_case, worst
-from memory.test_activation_offload import passes
-from nn.test_float8 import spread
+from equivalence import Case, Serial, batch_of, compare, run_case
 from pool import Pool
 from ranvier.buckets import spec
 from ranvier.cost.layers import AxisGroup
@@ -104,29 +102,6 @@ def test_tied_weights_of_a_pipeline_with_context(pool: Pool, policy: str) -> Non
 def test_adapters_with_context(pool: Pool, model: str) -> None:
     degrees = {"context": 2} if model == "lora" else {"context": 2, "row": 2}
     assert differences(pool, degrees, Case(model, recompute="full")) == []
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("kind", ["tensorwise", "rowwise"])
-def test_fp8_with_context(pool: Pool, kind: str) -> None:
-    """But for underflow, which has no place in the type used here."""
-    degrees = {"context": 2, "row": 2}
-    (want, wanted), (have, grads) = (
-        spread(pool, some, kind, "samples", "endless") for some in ({}, degrees)
-    )
-    assert have == pytest.approx(want, rel=ONE_PASS)
-    lines = [x for name, grad in wanted.items() for x in worst(name, grads[name], grad, ONE_PASS)]
-    assert lines == []
-
-
-@pytest.mark.full
-def test_offloaded_activations_with_context(pool: Pool) -> None:
-    """No bit changes if activations wait on the host, and all of them come back."""
-    case = Case("four", packed=True)
-    ways = ["none rerun", "selective save", "full rerun"]
-    for lines, went in pool.on_grid({"context": 2}, passes, case, ways):
-        assert lines == []
-        assert all(rest == 0 for _, rest in went) and went[2][0] > went[1][0] > went[0][0] == 0
 
 
 def run_offloaded(grid: Grid, case: Case, batch: Batch) -> dict[str, Any]:

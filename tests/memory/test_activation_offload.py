@@ -311,3 +311,13 @@ def test_what_graphs_keep_goes_as_well(kind: str) -> None:
         found.append({"loss": loss, **grads})
     assert store.offloaded_bytes > 0 and store.saved_bytes() == (0, 0)
     assert all(torch.equal(found[1][name], want) for name, want in found[0].items())
+
+
+@pytest.mark.full
+def test_offloaded_activations_with_context(pool: Pool) -> None:
+    """No bit changes if activations wait on the host, and all of them come back."""
+    case = Case("four", packed=True)
+    ways = ["none rerun", "selective save", "full rerun"]
+    for lines, went in pool.on_grid({"context": 2}, passes, case, ways):
+        assert lines == []
+        assert all(rest == 0 for _, rest in went) and went[2][0] > went[1][0] > went[0][0] == 0

@@ -226,6 +226,19 @@ def test_a_grid_equals_one_process(
     assert lines == []
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["tensorwise", "rowwise"])
+def test_fp8_with_context(pool: Pool, kind: str) -> None:
+    """But for underflow, which has no place in the type used here."""
+    degrees = {"context": 2, "row": 2}
+    (want, wanted), (have, grads) = (
+        spread(pool, some, kind, "samples", "endless") for some in ({}, degrees)
+    )
+    assert have == pytest.approx(want, rel=ONE_PASS)
+    lines = [x for name, grad in wanted.items() for x in worst(name, grads[name], grad, ONE_PASS)]
+    assert lines == []
+
+
 # ---- runs -------------------------------------------------------------------------------
 
 EVEN = {"layers": 1, "embed": 32, "heads": 4, "kv_heads": 2, "head_dim": 16, "mlp": 64}
