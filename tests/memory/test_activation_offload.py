@@ -314,7 +314,7 @@ def test_what_graphs_keep_goes_as_well(kind: str) -> None:
 
 
 @pytest.mark.full
-def test_offloaded_activations_with_context(pool: Pool) -> None:
+def test_offloaded_activations_with_context(pool: Workers) -> None:
     """No bit changes if activations wait on the host, and all of them come back."""
     case = Case("four", packed=True)
     ways = ["none rerun", "selective save", "full rerun"]

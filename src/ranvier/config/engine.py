@@ -22,7 +22,8 @@ class EngineConfig:
     gpu_memory_utilization: float = setting(0.9, minimum=0.05, maximum=0.98)
     """Fraction of the memory of a GPU that weights, activations and KV cache may use together."""
     block_size: int = setting(64, minimum=1, maximum=1024, unit="tokens")
-    """Tokens of a block of the KV cache. Only full blocks are shared between requests."""
+    """Tokens of a block of the KV cache, on each rank of context. Only full blocks are shared
+    between requests."""
     max_num_batched_tokens: int = setting(1024, minimum=1, unit="tokens")
     """Maximum number of tokens of a step. A longer prompt is computed in several steps, between
     which the other requests advance: fewer tokens mean shorter gaps between the tokens of others,
