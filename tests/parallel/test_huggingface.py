@@ -22,7 +22,7 @@ import hf_cases
 from equivalence import Serial, batch_of, compare, run_case
 from grids import label
 from hf_cases import HfCase
-from hf_models import HF_MODELS, SHAPE, gpt2, llama, qwen3
+from hf_models import HF_MODELS, MODELS_OF_CORE, SHAPE, gpt2, llama, qwen3
 from hf_models import serial as as_reference
 from pool import Pool
 from ranvier.config.plan import Plan
@@ -143,7 +143,7 @@ def test_dropout_is_the_same_on_every_grid(pool: Pool) -> None:
 
 
 @pytest.mark.sample(2)
-@pytest.mark.parametrize("model", HF_MODELS)
+@pytest.mark.parametrize("model", [*HF_MODELS, *MODELS_OF_CORE])
 def test_model_without_values_gets_equal_ones_on_every_grid(pool: Pool, model: str) -> None:
     case = HfCase(model)
     batch = batch_of(model, samples=8, packed=False)
