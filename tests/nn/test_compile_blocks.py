@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from comm.test_compile import strict
 from equivalence import batch_of, compile_with, copied, flow_of, gradients, micros_of, worst
 from pool import Pool
-from ranvier import launch
+from ranvier import call_on_full_batch, launch
 from ranvier.config.plan import Plan
 from ranvier.data.batch import Batch
 from ranvier.grid import Grid
@@ -292,6 +292,35 @@ def one_operation(grid: Grid, method: str) -> list[bool]:
 def test_attention_over_context_is_one_operation(pool: Pool, method: str) -> None:
     for found in pool.on_grid({"context": 2}, one_operation, method):
         assert found == [True] * 4
+
+
+def two_batches_then_backward(grid: Grid) -> tuple[list[str], int]:
+    """What differs if two batches run before their backward pass; what is kept without one."""
+    fresh()
+    results = []
+    for compiled in ("", "aot_eager"):
+        model = Case(packed=True, layers=2).on(grid, compiled)
+        losses = []
+        for batch in batches(packed=True):
+            inputs = {"positions": batch.positions, "documents": batch.documents}
+            losses.append(call_on_full_batch(model, batch.tokens, batch.targets, **inputs))
+        gc.collect()
+        (losses[0] + 2 * losses[1]).backward()
+        results.append({name: x for name, (x, _) in gradients(model.parallel).items()})
+    loss = call_on_full_batch(model, batch.tokens, batch.targets, **inputs)
+    documents = weakref.ref(model.parallel.step_context.context_documents)
+    model.parallel.step_context.context_documents = None
+    del loss
+    gc.collect()
+    want, have = results
+    lines = [line for name, x in want.items() for line in worst(name, have[name], x, ONE_PASS, 1.0)]
+    return lines, int(documents() is not None)
+
+
+@pytest.mark.full
+def test_batches_of_a_loop_keep_their_documents_until_backward(pool: Pool) -> None:
+    for found in pool.on_grid({"context": 2}, two_batches_then_backward):
+        assert found == ([], 0)
 
 
 class Counted(TorchDispatchMode):

@@ -72,10 +72,15 @@ class BlockAttention:
 
     def forward(self, name: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the output of a layer, and the number of the call."""
-        y, saved = self.layers[name].forward_rows(q, k, v, self._find_documents())
-        call = next(_numbers)
-        self.saved[call] = saved
-        return y, torch.tensor(call)
+        documents = self._find_documents()
+        y, saved = self.layers[name].forward_rows(q, k, v, documents)
+        number = next(_numbers)
+        self.saved[number] = saved
+        call = torch.tensor(number)
+        # The graph saves this tensor for backward: what belongs to the call lives as long as it,
+        # also if a loop runs other batches in between.
+        call.owner = (self, documents)  # type: ignore[attr-defined]
+        return y, call
 
     def backward(
         self,
