@@ -289,13 +289,13 @@ class Trainer:
         # After a rewind samples were skipped, so sample and step numbers differ by an offset.
         offset = self.state.samples - self.state.step * self.run.plan.global_batch
         cost = layouts = None
-        is_decoder = isinstance(run.model, DecoderModelConfig)
-        if run.data.balance == "cost" and is_decoder:
+        shares_work = self.grid.world_size > 1 and isinstance(run.model, DecoderModelConfig)
+        if run.data.balance == "cost" and shares_work:
             cost = WindowCost.from_config(run.decoder)
-        if run.plan.context > 1 and is_decoder:
+        if run.plan.context > 1 and shares_work:
             itemsize = DTYPES[run.train.dtype].itemsize
             layouts = ContextLayoutBuilder.from_run(run, self.grid, itemsize)
-        counter = self._work_counter()
+        counter = self._work_counter() if shares_work else None
 
         def make(step: int) -> list[SampleBatch]:
             first = offset + step * run.plan.global_batch
@@ -322,8 +322,7 @@ class Trainer:
         """Counts the work of all ranks, on the one that writes metrics; None if all have the same
         or documents are unknown."""
         samples = self.data.train
-        is_decoder = isinstance(self.run.model, DecoderModelConfig)
-        if self.grid.rank > 0 or not is_decoder or not isinstance(samples, PackedSamples):
+        if self.grid.rank > 0 or not isinstance(samples, PackedSamples):
             return None
         counter = WorkCounter.from_run(self.run, samples, DTYPES[self.run.train.dtype].itemsize)
         return counter if counter.num_ranks > 1 else None
