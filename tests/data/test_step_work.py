@@ -20,6 +20,7 @@ from ranvier.data.step_work import StepWork, WorkCounter
 from ranvier.data.window_assignment import WindowCost
 from ranvier.grid import Grid
 from ranvier.nn.context_documents import ContextDocuments
+from ranvier.train.loggers import format_metrics
 from ranvier.train.report.work import work_metrics, work_section
 
 SEQ = 24
@@ -137,6 +138,16 @@ def test_methods_move_what_they_move(mixture: CorpusMixture) -> None:
     assert fetched is not None and 0.0 < fetched < 0.5
     assert np.ptp(found["ulysses"].attention) == 0.0 < np.ptp(found["ring"].attention)
     assert found["ulysses"].efficiency == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(("lost", "shown"), [(0.25, True), (0.05, False)])
+def test_a_line_shows_lost_efficiency_only_if_it_is_large(lost: float, shown: bool) -> None:
+    names = ("lr", "grad_norm", "loss", "tokens_per_second", "peak_memory_bytes")
+    row: dict[str, Any] = dict.fromkeys(names, 1.0)
+    row |= {"step": 0, "val_loss": None, "mfu": None, "skipped_total": 0}
+    assert "lost to imbalance" not in format_metrics(row, 10, "tokens")
+    row["efficiency_lost_to_imbalance"] = lost
+    assert ("25% lost to imbalance" in format_metrics(row, 10, "tokens")) == shown
 
 
 def test_the_report_says_how_unequal_the_work_is() -> None:
