@@ -222,10 +222,10 @@ def explain_context(result: SearchResult) -> Iterator[str]:
     slower = ""
     if other is not None:
         times = other.prediction.step_seconds / ours.prediction.step_seconds
-        slower = (
-            f"({describe_candidate(other)}) takes {times:.2f}x as long"
-            f"{_main_difference(other.prediction, ours.prediction)}"
-        )
+        slower = f"({describe_candidate(other)}) takes {times:.2f}x as long"
+        slower += _main_difference(other.prediction, ours.prediction)
+        if times < TIE_RATIO:
+            slower = f"({describe_candidate(other)}) is about as fast"
     if context > 1:
         rest = f"The best layout without context {slower}" if slower else "No other layout fits"
         yield (

@@ -113,6 +113,7 @@ def _plan_complexity(plan: Plan) -> tuple[int, ...]:
     axes = sum(size > 1 for size in plan.degrees.values())
     return (
         plan.pipe > 1,
+        plan.context > 1,
         axes,
         plan.virtual_stages,
         len(plan.rank_order),

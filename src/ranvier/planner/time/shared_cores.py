@@ -50,10 +50,14 @@ RECOMPUTE_SHARES = (0.58, 0.3)
 """Share of the operations and elements that recomputation of a block repeats."""
 OPS_PER_BLOCK = 210
 OPS_PER_DOCUMENT = 64
+OPS_OVER_CONTEXT = 320
 OPS_OUTSIDE_BLOCKS = 168
 OPS_PER_UPDATE = 37
-"""Operations launched by Python: per block; per packed sample in a block, for its documents;
-outside of blocks; per matrix in the optimizer step."""
+"""Operations launched by Python: per block; per packed sample in a block, for its documents; per
+block for attention over context; outside of blocks; per matrix in the optimizer step."""
+CHUNKED_ATTENTION = 1.75
+"""Time of attention over context, which is computed in chunks of queries, relative to SDPA: three
+shapes of 2,048 and 4,096 tokens over 4 and 8 ranks, on one core."""
 SCHEDULER_SLICE = 0.75e-3
 """Minimum time slice of the Linux scheduler in seconds, times 1 + log2 of the cores, up to 8."""
 PYTHON_OVERHEAD = 1.3
@@ -183,9 +187,13 @@ def _part_seconds(
     # Samples per rank in attention.
     inside = setup.samples / (1 if setup.col_splits_features else setup.col)
     count = OPS_PER_BLOCK + (OPS_PER_DOCUMENT * inside if packed else 0)
+    if setup.context > 1:
+        count = OPS_PER_BLOCK + OPS_OVER_CONTEXT
     small = numbers * cell / between
     launched = count * start
     core = times.attention + times.attention_backward
+    if setup.context > 1:
+        core *= CHUNKED_ATTENTION
     # Selective recomputation repeats the operations between matmuls, full recomputation also
     # matmuls.
     light = RECOMPUTE_SHARES[0] * launched + RECOMPUTE_SHARES[1] * small
