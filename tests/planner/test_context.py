@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from machines import machine
 from ranvier.cli.plan import PlanOptions, read_document_lengths
 from ranvier.config.plan import ContextOrder, Plan
 from ranvier.config.run import run_from_tables
@@ -24,6 +25,7 @@ from ranvier.planner.search import SearchRequest
 from ranvier.planner.time.communication import RankGroups
 from ranvier.planner.time.context_attention import ContextTime, context_attention_time
 from ranvier.sharding import order_tokens
+from ranvier.train.layout import build_workload, choose_layout
 
 SIZE = "llama3-8b"
 
@@ -273,3 +275,18 @@ def test_context_is_not_searched_where_settings_refuse_it() -> None:
     assert can_split_context(run_from_tables(tables))
     tables["plan"]["context_attention"] = "ring"
     assert not can_split_context(run_from_tables(tables))
+
+
+def test_train_splits_long_samples_where_it_helps_and_prints_why() -> None:
+    shape = {"layers": 2, "embed": 64, "heads": 2, "kv_heads": 1, "head_dim": 32, "mlp": 128}
+    tables: dict[str, Any] = {"model": {**shape, "vocab": 256, "max_seq": 4096}}
+    tables |= {"data": {"seq_len": 4096}, "train": {"dtype": "fp32"}}
+    few = run_from_tables({**tables, "plan": {"global_batch": 2}})
+    # Two heads and two samples cannot be split over eight ranks otherwise.
+    found, predicted = choose_layout(few, build_workload(few), machine(8))
+    assert found.plan.context > 1
+    assert f"context {found.plan.context}: 2 samples of 4,096 tokens" in predicted.why
+    assert "\n" not in predicted.why
+    many = run_from_tables({**tables, "plan": {"global_batch": 8}})
+    found, predicted = choose_layout(many, build_workload(many), machine(8))
+    assert found.plan.context == 1 and found.plan.data == 8

@@ -22,6 +22,7 @@ from ranvier.cost.layers import ActivationShape
 from ranvier.planner.cluster import Cluster, Device
 from ranvier.planner.comm_volume import (
     CommVolume,
+    ShardingKey,
     StageBlocks,
     build_stage_blocks,
     find_stage_starts,
@@ -32,7 +33,7 @@ from ranvier.planner.frameworks import FrameworkProfile
 from ranvier.planner.model_spec import BlockSpec, ModelSpec
 from ranvier.planner.time import compute, links
 from ranvier.planner.time.compute import DTYPE_BYTES, ComputeContext
-from ranvier.planner.time.context_attention import attention_factor
+from ranvier.planner.time.context_attention import attention_factor, context_attention_time
 from ranvier.planner.time.links import RankGroup
 
 ELEMENTS_PER_DIM: Mapping[str, float] = {
@@ -102,7 +103,8 @@ def shared_stage_seconds(
         here = build_stage_blocks(
             model, index, plan.pipe, plan.virtual_stages, firsts, plan.vocab_over_pipe
         )
-        parts = _stage_compute_seconds(here, plan, setup, cluster, runtime, packed, documents)
+        parts = _stage_compute_seconds(here, plan, setup, cluster, runtime, packed)
+        parts["attention"] *= _attention_factor(model, plan, flow, cluster, documents)
         # Every collective counts, because nothing overlaps on shared cores.
         for row in step_comm_volume(model, plan, flow, stage=index, orders=0).rows:
             name, seconds = _communication_seconds(row, plan, cluster)
@@ -110,6 +112,29 @@ def shared_stage_seconds(
         parts["update"] = parts.get("update", 0.0) + _update_seconds(here, plan, setup, cluster)
         found.append(parts)
     return found
+
+
+def _attention_factor(
+    model: ModelSpec,
+    plan: Plan,
+    flow: ActivationShape,
+    cluster: Cluster,
+    documents: DocumentLengths | None,
+) -> float:
+    """Returns the attention of the slowest rank relative to an equal share of whole samples."""
+    block = next(part for part in model.parts if part.is_block)
+    found = context_attention_time(
+        model,
+        block,
+        ShardingKey.from_plan(plan).activation_key,
+        flow,
+        documents,
+        cluster,
+        RankGroup(plan.context, plan.context),
+    )
+    # Ranks that wait leave their cores to others.
+    crowd = max(plan.world_size / cluster.cores, 1.0)
+    return attention_factor(block, documents) * max(found.balance / crowd, 1.0)
 
 
 def _combine_stages(
@@ -135,7 +160,6 @@ def _stage_compute_seconds(
     cluster: Cluster,
     runtime: FrameworkProfile,
     packed: bool,
-    documents: DocumentLengths | None,
 ) -> dict[str, float]:
     """Returns the compute seconds of a rank of a stage per step."""
     found = {"compute": 0.0, "attention": 0.0, "recompute": 0.0}
@@ -143,7 +167,7 @@ def _stage_compute_seconds(
         own = _part_seconds(part, cluster, setup, runtime, packed)
         times = count * plan.num_micro_batches
         found["compute"] += times * own[0]
-        found["attention"] += times * own[1] * attention_factor(part, documents)
+        found["attention"] += times * own[1]
         if part.is_block and plan.recompute in ("selective", "full"):
             found["recompute"] += times * own[2 if plan.recompute == "selective" else 3]
     return found
