@@ -62,6 +62,7 @@ class Case:
     """Order of tokens over context; `random` draws one for each sample."""
     context_attention: str = "auto"
     weights_over: str = "depth"
+    token_chunk: int = -1
     delay: int = -1
     """Seed of the delays of messages between stages; -1: none."""
     steps: int = 2
@@ -96,6 +97,7 @@ class Case:
             reshard_after="step" if self.keep else "micro_batch",
             context_attention=self.context_attention,  # type: ignore[arg-type]
             shard_weights_over=self.weights_over,  # type: ignore[arg-type]
+            token_chunk=self.token_chunk,
             **settings,
         ).with_degrees(grid.degrees)
 

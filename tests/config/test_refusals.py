@@ -89,6 +89,11 @@ CASES: list[tuple[str, str]] = [
         "model.sliding_window=8 plan.context=2 plan.context_attention='ring'",
         "plan.context_attention='ring' with a sliding window of 8 tokens. A ring has no kernel",
     ),
+    (
+        "plan.token_chunk=512 model.dropout=0.1",
+        "plan.token_chunk=512 with model.dropout=0.1. Chunks need a decoder",
+    ),
+    ("plan.token_chunk=512 model.kind='vectors'", "plan.token_chunk=512 with model.kind='vec"),
     ("optim.warmup_steps=500", "optim.warmup_steps=500 is longer than train.steps=250."),
 ]
 

@@ -20,7 +20,8 @@ for everything.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -77,6 +78,7 @@ class BucketScheduler:
         self._filling_buckets: list[Bucket] = []
         self._depth_reductions: deque[tuple[list[tuple[Bucket, PendingTensor]], bool]] = deque()
         self._shared_sums: deque[tuple[Bucket, Tensor, list[PendingTensor]]] = deque()
+        self._weight_grad_sums: dict[ShardedParameter, Tensor] | None = None
 
     # ---- weights: all-gather over depth, fetch from the host ---------------------------
 
@@ -252,12 +254,38 @@ class BucketScheduler:
 
         If another block was being filled, it is complete and is reduced.
         """
+        if self._weight_grad_sums is not None:
+            total = self._weight_grad_sums.get(weight)
+            # In place: the first sum is a copy, unless the gradient has the wide dtype already.
+            if total is None:
+                self._weight_grad_sums[weight] = grad.to(self.reduce_dtype)
+            else:
+                total += grad
+            return
         if not weight.is_gathered:
             self.accumulate_shard_grad(weight.bucket, weight.offset, grad)
             return
         with collectives.hide_from_dispatch_modes():
             self._start_filling(weight.bucket)
             weight.bucket.add_unsharded_grad(weight, grad)
+
+    @contextmanager
+    def sum_weight_grads(self) -> Iterator[None]:
+        """Returns a context that sums the gradients of each weight and adds every sum once.
+
+        Chunks of a micro-batch each compute a gradient. Summed here in the wide dtype and then
+        rounded once, they leave the bucket in the dtype that a single gradient has.
+        """
+        assert self._weight_grad_sums is None, "sums of weight gradients are not nested"
+        self._weight_grad_sums = {}
+        try:
+            yield
+            sums = self._weight_grad_sums
+        finally:
+            self._weight_grad_sums = None
+        while sums:
+            weight, total = sums.popitem()
+            self.accumulate_grad(weight, total.to(weight.param.dtype))
 
     def accumulate_shard_grad(self, bucket: Bucket, start: int, grad: Tensor) -> None:
         """Adds a gradient of consecutive shards, from offset `start`."""

@@ -21,6 +21,10 @@ AXES = ("pipe", "data", "expert", "context", "depth", "row", "col")
 SETTING_NAMES = {"expert": "experts", "shared_mlp": "shared_expert_mlp"}
 """Names of settings that differ from the name of their dim."""
 
+USUAL_TOKEN_CHUNK = 16384
+MAX_WHOLE_TOKENS = 65536
+"""Tokens of a chunk with token_chunk = -1, and tokens of a sample up to which there are none."""
+
 InnerSplit = Literal["samples", "features"]
 RowSplit = Literal["tokens", "none"]
 RowSplitChoice = Literal["auto", "tokens", "none"]
@@ -122,6 +126,11 @@ class Plan:
     """Activation checkpointing: none; selective (save the results of matrix products and attention,
     recompute the rest); full (save only the inputs of blocks); memory_budget (each block saves what
     fits into memory.device_limit_gib, with as little recomputation as possible)."""
+    token_chunk: int = setting(-1, minimum=-1, unit="tokens")
+    """Tokens of a rank that norms, projections and the MLP of a block process at a time (sequence
+    tiling, the tiled MLP of ALST); they are recomputed in the backward pass. This bounds the memory
+    of very long samples. Blocks in chunks are not compiled. -1 means 16,384 if a rank has more than
+    65,536 tokens of a sample and row and col are 1; 0 disables it."""
     compile: Compile = "auto"
     """Compile each block with torch.compile: on, off or auto. Equal blocks share one graph without
     graph breaks; with expert > 1 a graph ends at the experts of its block. auto compiles on CUDA
@@ -190,6 +199,19 @@ class Plan:
         """Number of forward passes per optimizer step."""
         assert self.micro_batch > 0, f"micro_batch={self.micro_batch} is not resolved yet"
         return self.global_batch // (self.num_replicas * self.micro_batch)
+
+    def tokens_per_chunk(self, samples: int, tokens: int) -> int:
+        """Returns the tokens of a chunk of a block; 0 if the block runs as a whole.
+
+        samples, tokens: of a micro-batch on a rank, and of each of its samples.
+        """
+        # Chunks with communication inside are not supported.
+        if self.token_chunk == 0 or self.row * self.col > 1:
+            return 0
+        if self.token_chunk > 0:
+            return self.token_chunk if samples * tokens > self.token_chunk else 0
+        # Many short samples need no chunks: a smaller micro-batch has the same effect.
+        return USUAL_TOKEN_CHUNK if tokens > MAX_WHOLE_TOKENS else 0
 
     @property
     def without_measuring(self) -> Plan:
@@ -287,6 +309,17 @@ class Plan:
             yield (
                 f"cuda_graph=True on {self.world_size} ranks. CUDA graphs support only one rank. "
                 "Use cuda_graph=False or one rank."
+            )
+        if self.token_chunk > 0 and self.row * self.col > 1:
+            yield (
+                f"token_chunk={self.token_chunk} with row={self.row} and col={self.col}. A chunk "
+                "of tokens must not communicate activations inside of a block. Use row=1 and "
+                "col=1, or token_chunk=0."
+            )
+        if self.token_chunk > 0 and self.compile == "on":
+            yield (
+                f"compile='on' with token_chunk={self.token_chunk}. A block in chunks of tokens is "
+                "not compiled. Use compile='off', or token_chunk=0."
             )
         yield from self._batch_problems()
         yield from self._sample_problems(sizes)

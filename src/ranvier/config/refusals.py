@@ -106,6 +106,20 @@ def _longer_positions(run: RunConfig) -> dict[str, str]:
     return {"longer": "train a model with model.max_seq={0} from its start"}
 
 
+def _setting_against_chunks(run: RunConfig) -> str:
+    """Returns a setting with which blocks cannot run in chunks of tokens; "" if there is none."""
+    model = run.model
+    if not isinstance(model, DecoderConfig):
+        return f"model.kind={run.model_kind.name!r}"
+    if model.experts:
+        return f"model.experts={model.experts}"
+    if model.dropout:
+        return f"model.dropout={model.dropout}"
+    if run.lora.dropout:
+        return f"lora.dropout={run.lora.dropout}"
+    return ""
+
+
 PRUNING_SCHEDULE = (
     "prune.update_interval={prune.update_interval}, prune.final_step={prune.final_step}"
 )
@@ -133,6 +147,13 @@ REFUSALS: tuple[Refusal, ...] = (
         "A ring has no kernel for layers with a window shorter than data.seq_len={data.seq_len}",
         "Use plan.context_attention='auto' or 'kv_gather'",
         lambda run: {"window": min(_short_windows(run))},
+    ),
+    Refusal(
+        lambda run: run.plan.token_chunk > 0 and bool(_setting_against_chunks(run)),
+        "plan.token_chunk={plan.token_chunk} with {setting}",
+        "Chunks need a decoder that treats all tokens alike: no experts and no dropout",
+        "Use plan.token_chunk=0",
+        lambda run: {"setting": _setting_against_chunks(run)},
     ),
     Refusal(
         lambda run: run.optim.lr == 0.0,

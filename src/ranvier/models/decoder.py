@@ -143,13 +143,17 @@ class AttentionCore(nn.Module):
         v: Tensor,
         angles: Tensor | None,
         documents: Documents | TokenLayout | Tensor | None,
+        *,
+        is_rotated: bool = False,
     ) -> Tensor:
         """Computes attention. q: `[b, s, h, k]`; k, v: `[b, s, g, k]`; y: `[b, s, h·k]`.
 
         angles: output of `RotaryEmbedding`, or positions `[b, s]`. documents: `Documents`, ids
-        `[b, s]`, or `PagedSequences`, whose keys and values are in `kv_cache`.
+        `[b, s]`, or `PagedSequences`, whose keys and values are in `kv_cache`. is_rotated: q and k
+        are results of `rotate`.
         """
-        q, k = self.rotate(q, k, angles)
+        if not is_rotated:
+            q, k = self.rotate(q, k, angles)
         if isinstance(documents, PagedSequences):
             assert self.kv_cache is not None, "an engine sets the cache"
             flat, keys, values = (x.flatten(0, 1) for x in (q, k, v))  # (T, h, k)
@@ -255,6 +259,11 @@ class Attention(nn.Module):
         documents: Documents | TokenLayout | Tensor | None,
     ) -> Tensor:
         """Computes attention; x, y: `[b, s, d]`."""
+        q, k, v = self.project_qkv(x)
+        return self.project_output(self.core(q, k, v, angles, documents))
+
+    def project_qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns queries `[b, s, h, k]`, keys and values `[b, s, g, k]`, not rotated yet."""
         # Norms over all heads run before heads are split, norms per head run after.
         q, k, v = apply_with_adapter(self, "qkv", x)
         if self.norms_all_heads:
@@ -264,7 +273,11 @@ class Attention(nn.Module):
         if not self.norms_all_heads:
             q = self.q_norm(q)
             k = self.k_norm(k)
-        out: Tensor = apply_with_adapter(self, "o", self.core(q, k, v, angles, documents))
+        return q, k, v
+
+    def project_output(self, attended: Tensor) -> Tensor:
+        """Projects the result of attention to the residual stream; attended: `[b, s, h·k]`."""
+        out: Tensor = apply_with_adapter(self, "o", attended)
         return out
 
 
@@ -356,6 +369,21 @@ class Block(nn.Module):
         y = self.after1(self.attention(self.norm1(x), angles, documents))
         x = x + self.dropout1(y)
         return x, self.norm2(x)
+
+    # Everything but attention treats tokens alike, so the part before it and the part after it can
+    # run on some tokens at a time.
+    def forward_before_attention(
+        self, x: Tensor, angles: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns rotated queries and keys, and values; x: `[b, s, d]`."""
+        q, k, v = self.attention.project_qkv(self.norm1(x))
+        q, k = self.attention.core.rotate(q, k, angles)
+        return q, k, v
+
+    def forward_after_attention(self, x: Tensor, attended: Tensor) -> Tensor:
+        """Returns the output of the block; x: its input; attended: the result of attention."""
+        x = x + self.dropout1(self.after1(self.attention.project_output(attended)))
+        return x + self.mlp_to_residual(self.mlp(self.norm2(x)))
 
     def mlp_to_residual(self, y: Tensor) -> Tensor:
         """Applies the norm and dropout that follow the MLP."""

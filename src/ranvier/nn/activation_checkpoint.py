@@ -94,12 +94,16 @@ def checkpoint_block(
     else:
         results = keeping.open_results(selective=selective)
 
+    has_run = False
+
     def run(*inputs: Any) -> Any:
+        nonlocal has_run
         # A graph reads the samples of its own pass and must not change outside state.
         if compiling:
             return forward(*inputs, **kwargs)
         before = (moment.samples, moment.context_documents)
         moment.samples, moment.context_documents = current
+        moment.is_recompute, has_run = has_run, True
         try:
             if results is None:
                 return forward(*inputs, **kwargs)
@@ -107,6 +111,7 @@ def checkpoint_block(
                 return forward(*inputs, **kwargs)
         finally:
             moment.samples, moment.context_documents = before
+            moment.is_recompute = False
 
     # In a graph the compiler recomputes, so it needs a policy per operation; in eager mode
     # `_SaveOpsMode` and the saved results do this. No RNG state is preserved, as random masks are

@@ -88,8 +88,13 @@ class AttentionCore(ParallelLayer):
         v: Tensor,
         angles: Tensor | None,
         documents: Any,
+        *,
+        is_rotated: bool = False,
     ) -> Tensor:
-        """Computes attention. documents: ids, or `Documents`, of which a token range is used."""
+        """Computes attention. documents: ids, or `Documents`, of which a token range is used.
+
+        is_rotated: q and k are results of `rotate`.
+        """
         tokens = q.shape[0] * q.shape[1]
         angles = self._local_samples(angles, tokens)
         core: Any = self.serial
@@ -99,7 +104,10 @@ class AttentionCore(ParallelLayer):
             return found.flatten(2)
         documents = self._local_samples(documents, tokens)
         if self.context_axis.size == 1:
-            out: Tensor = core(q, k, v, angles, documents)
+            if is_rotated:
+                out: Tensor = core(q, k, v, angles, documents, is_rotated=True)
+            else:
+                out = core(q, k, v, angles, documents)
             return out
         if not isinstance(documents, ContextDocuments):
             if getattr(core, "kv_cache", None) is not None:
@@ -110,11 +118,18 @@ class AttentionCore(ParallelLayer):
                 f"context={self.context_axis.size}. The batch must be split over context. Call the "
                 "model with ranvier.call_on_full_batch, or use `ranvier train`."
             )
-        q, k = core.rotate(q, k, angles)
+        if not is_rotated:
+            q, k = self.rotate(q, k, angles)
         how = self._context_attention(q, k, documents)
         with self.trace_scope():
             exchange = AxisExchange(self.context_axis)
             return how.attend(q, k, v, exchange, core.cap, self._run_once).flatten(2)
+
+    def rotate(self, q: Tensor, k: Tensor, angles: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Returns scaled queries and keys, rotated by their positions."""
+        core: Any = self.serial
+        rotated: tuple[Tensor, Tensor] = core.rotate(q, k, angles)
+        return rotated
 
     def forward_rows(
         self, q: Tensor, k: Tensor, v: Tensor, documents: ContextDocuments

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from ranvier.buckets.scheduler import BucketScheduler
 from ranvier.config.plan import Recompute
 from ranvier.nn.activation_checkpoint import checkpoint_block
-from ranvier.nn.compile import CompiledBlocks
+from ranvier.nn.compile import CompiledBlocks, DeferredResidual
 from ranvier.nn.layer import LayerContext
+from ranvier.nn.token_chunks import TokenChunks
 
 
 def run_block(
@@ -23,12 +24,14 @@ def run_block(
     kinds: Mapping[str, Recompute],
     site: LayerContext,
     compiled: CompiledBlocks | None,
+    chunks: TokenChunks | None,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
     """Runs a block with its recompute mode; an enabled trace records its time.
 
-    Without gradients it runs eagerly, unless the step context asks for a graph.
+    Without gradients, or in chunks of tokens, it runs eagerly, unless the step context asks for a
+    graph.
     """
     # While the whole model is traced, the block is a part of that graph.
     if torch.compiler.is_compiling():
@@ -40,8 +43,17 @@ def run_block(
         site.step_context.save_policy.store.block_context(name),
     ):
         kind = kinds.get(name, "none")
+        chunk = 0
+        if chunks is not None and name in kinds and not kwargs:
+            # The add that a compiled block has left.
+            if isinstance(args[0], DeferredResidual) and chunks.chunk_size(block, args[0].x):
+                args = (args[0].x + args[0].addend, *args[1:])
+            chunk = chunks.chunk_size(block, args[0])
         wants_graph = torch.is_grad_enabled() or site.step_context.compiles_inference
-        if compiled is not None and compiled.is_enabled and wants_graph and not kwargs:
+        if chunks is not None and chunk:
+            run = partial(chunks.forward, block, chunk)
+            out = checkpoint_block(run, kind, site.step_context, *args)
+        elif compiled is not None and compiled.is_enabled and wants_graph and not kwargs:
             out = compiled(block, name, kind, *args)
         else:
             out = checkpoint_block(forward, kind, site.step_context, *args, **kwargs)

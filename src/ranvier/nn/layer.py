@@ -60,6 +60,8 @@ class StepContext:
     """What row splits in the outer region. An inference step of few tokens splits nothing."""
     context_splits: RowSplit = "tokens"
     """What context splits in an inference step: its tokens, or, if they are few, nothing."""
+    is_recompute: bool = False
+    """Whether a block is being recomputed for its backward pass, which does not need its output."""
     compiles_inference: bool = False
     """Whether blocks are also compiled for passes without gradients, as for decode steps."""
 

@@ -44,6 +44,7 @@ from ranvier.nn.moe import load_balancing as balances
 from ranvier.nn.moe.layer import MoELayer
 from ranvier.nn.moe.load_balancing import LoadBalancer
 from ranvier.nn.norm import LayerNorm, Norm, RMSNorm
+from ranvier.nn.token_chunks import TokenChunks
 from ranvier.parallel import huggingface
 from ranvier.parallel.input_check import InputExpectation, check_inputs
 from ranvier.parallel.input_layout import ActivationLayout, default_input_dims
@@ -200,7 +201,7 @@ def parallelize(
         )
     )
     _refuse_own_attention(model, site, found)
-    made = _build_parallel_model(model, site, found, blocks, plan.recompute, pipeline, where)
+    made = _build_parallel_model(model, site, found, blocks, plan, pipeline, where)
     made.token_order = plan.token_order
     model.parallel = made  # type: ignore[assignment]
     # With pipeline stages the whole model is never called, so the hook would not run.
@@ -333,7 +334,7 @@ def _build_parallel_model(
     site: LayerContext,
     found: Mapping[str, ParallelLayer],
     blocks: Sequence[str],
-    recompute: Recompute,
+    plan: Plan,
     how: PipelineConfig,
     device: torch.device,
 ) -> ParallelModel:
@@ -363,7 +364,7 @@ def _build_parallel_model(
         _bucket_of_each_weight(model, site.weights, blocks),
     )
     kinds: dict[str, Recompute] = {
-        name: recompute
+        name: plan.recompute
         for name in blocks
         if name in here and not isinstance(here[name], OtherStageLayer)
     }
@@ -371,6 +372,7 @@ def _build_parallel_model(
         compiled = CompiledBlocks(site.grid.trace, site.step_context)
     else:
         compiled = None
+    chunks = TokenChunks(plan, site) if plan.token_chunk else None
     # A norm outside of all blocks (the final one) is compiled separately.
     norms = [name for name, leaf in order.items() if isinstance(leaf, Norm)]
     outside = [name for name in norms if compiled is not None and not found[name].site.block_name]
@@ -378,7 +380,9 @@ def _build_parallel_model(
         block = model.get_submodule(name)
         # `kinds` is shared, not copied: a later change of `recompute_modes` takes effect at the
         # next call.
-        block.forward = partial(run_block, block, block.forward, name, kinds, site, compiled)
+        block.forward = partial(
+            run_block, block, block.forward, name, kinds, site, compiled, chunks
+        )
     return ParallelModel(
         grid=site.grid,
         table=site.table,
