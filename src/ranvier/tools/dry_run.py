@@ -34,11 +34,13 @@ from ranvier.grid import Grid
 from ranvier.nn.attention import AttentionCore
 from ranvier.nn.attention_backends import flash_attention
 from ranvier.nn.context_attention import accumulation_dtype
+from ranvier.nn.layer import apply_autograd
 from ranvier.nn.moe.layer import MoELayer
 from ranvier.parallel.parallel_model import get_parallel_model
 from ranvier.pipeline.memory_replay import late_gradient_schedule
 from ranvier.planner.memory import breakdown
 from ranvier.planner.memory.breakdown import MemoryBreakdown
+from ranvier.planner.memory.token_chunks import attention_workspace_bytes
 from ranvier.system.terminal import print
 from ranvier.train.build_model import DTYPES, build_model
 from ranvier.train.memory.breakdown import tensors_by_category
@@ -207,11 +209,15 @@ def _prepare_model(run: RunConfig, model: nn.Module, load: float) -> None:
     """Sets what a fake world cannot determine: message shapes, job order, the attention kernel."""
     parallel = get_parallel_model(model)
     plan = run.plan
+    # Blocks in chunks of tokens have their peak in the backward kernel of attention; the peak of
+    # others is in the MLP.
+    in_chunks = plan.tokens_per_chunk(plan.micro_batch, run.data.seq_len // plan.context) > 0
+    attend = _flash_attention_with_workspace if in_chunks else flash_attention
     for leaf in parallel.layers.values():
         if isinstance(leaf, AttentionCore):
             # The flash kernel stores no scores, as on a device. A kernel with a sliding window
             # stores the same, so the window is dropped.
-            leaf.serial.attend = flash_attention  # type: ignore[assignment]
+            leaf.serial.attend = attend  # type: ignore[assignment]
             leaf.serial.segment_attention = _MetaSegmentAttention  # type: ignore[assignment]
             # Over context, a window decides which keys are communicated.
             if plan.context == 1:
@@ -262,6 +268,35 @@ class _MetaSegmentAttention:
         # The kernel returns gradients in the dtype of its inputs, which are added to these.
         parts = [torch.empty_like(x) for x in (q, k, v)]
         del parts
+        return dq, dk, dv
+
+
+def _flash_attention_with_workspace(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """`flash_attention`, whose backward allocates what the kernels of GPUs do."""
+    y: Tensor = apply_autograd(_AttentionWithWorkspace, *(x.transpose(1, 2) for x in (q, k, v)))
+    return y.transpose(1, 2)
+
+
+class _AttentionWithWorkspace(torch.autograd.Function):
+    """Causal attention with the workspace of its backward kernel; q: `[b, h, s, k]`."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        # Arguments: dropout_p, is_causal.
+        attend = torch.ops.aten._scaled_dot_product_flash_attention
+        y, sums, *ctx.ends, seed, offset, _ = attend(q, k, v, 0.0, True)
+        ctx.save_for_backward(q, k, v, y, sums, seed, offset)
+        found: Tensor = y
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, ...]:
+        q, k, v, y, sums, seed, offset = ctx.saved_tensors
+        size = attention_workspace_bytes(q.numel(), k.numel(), q.element_size())
+        workspace = torch.empty(size, dtype=torch.uint8, device=q.device)
+        attend = torch.ops.aten._scaled_dot_product_flash_attention_backward
+        dq, dk, dv = attend(dy, q, k, v, y, sums, *ctx.ends, 0.0, True, seed, offset)
+        del workspace
         return dq, dk, dv
 
 

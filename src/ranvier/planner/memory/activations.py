@@ -138,7 +138,7 @@ def block_activations(
             made += sum(one.product_elements(flow) for one in layer.weights) * item
             none += product_input_bytes(layer, flow) if layer.has_trainable_weight else 0
         elif isinstance(layer, AttentionCost):
-            numbers = _attention_statistics_bytes(layer, flow)
+            numbers = attention_statistics_bytes(layer, flow)
             tokens = layer.layout_context.local_tokens(flow, layer.dim)
             attended += numbers + tokens * layer.local_width * item
             none += numbers + _qkv_bytes(pairs, flow, model)
@@ -149,9 +149,9 @@ def block_activations(
     hidden = _hidden_bytes(pairs, flow)
     # A graph recomputes the activated gate instead of saving it.
     if compiled:
-        inside = min(_saved_hidden_tensors(model), 2)
+        inside = min(saved_hidden_tensors(model), 2)
     else:
-        inside = _saved_hidden_tensors(model)
+        inside = saved_hidden_tensors(model)
     mine = _block_moe_activations(pairs, flow, inside, reads=hidden > 0)
     none += inside * hidden + mine.none
     none += _fp8_difference(pairs, flow, fp8) if compiled and mine is NO_MOE_ACTIVATIONS else 0
@@ -206,7 +206,7 @@ def _fp8_difference(
     if fp8 == "tensor":
         return (attended - kept[products[-1]]) // flow.itemsize
     if fp8 == "row":
-        turned = sum(_output_elements(pairs, dim, flow) for dim in ("heads", "kv_heads"))
+        turned = sum(output_elements(pairs, dim, flow) for dim in ("heads", "kv_heads"))
         return attended + turned * flow.itemsize - sum(kept.values())
     return 0
 
@@ -292,10 +292,10 @@ def _norm_elements(
         dim = "kv_heads"
     else:
         dim = "heads"
-    return _output_elements(pairs, dim, flow)
+    return output_elements(pairs, dim, flow)
 
 
-def _output_elements(
+def output_elements(
     pairs: list[tuple[LayerSpec, LayerCost]], dim: str, flow: ActivationShape
 ) -> int:
     """Returns the elements on this rank of the first output with a dim."""
@@ -307,7 +307,8 @@ def _output_elements(
     return found.layout_context.local_tokens(flow, dim) * found.local_width // found.num_packed
 
 
-def _attention_statistics_bytes(layer: AttentionCost, flow: ActivationShape) -> int:
+def attention_statistics_bytes(layer: AttentionCost, flow: ActivationShape) -> int:
+    """Returns the bytes of the log-sum-exps that attention saves."""
     heads = layer.local_width // max(layer.head_dim, 1)
     return layer.layout_context.local_tokens(flow, layer.dim) * heads * STATISTICS_BYTES
 
@@ -371,7 +372,7 @@ def _qkv_bytes(
     """Returns the bytes of queries, keys and values. A view of values keeps a fused buffer of all
     three.
     """
-    q, k = (_output_elements(pairs, dim, flow) for dim in ("heads", "kv_heads"))
+    q, k = (output_elements(pairs, dim, flow) for dim in ("heads", "kv_heads"))
     # Without rotary embeddings q and k are used directly; with them they are copies.
     if model.traits.get("position_embedding", "rope") != "rope":
         return (q + 2 * k) * flow.itemsize
@@ -393,10 +394,10 @@ def _is_qkv_fused(pairs: list[tuple[LayerSpec, LayerCost]]) -> bool:
 
 def _hidden_bytes(pairs: list[tuple[LayerSpec, LayerCost]], flow: ActivationShape) -> int:
     """Returns the bytes of one hidden tensor of the MLP."""
-    return _output_elements(pairs, "mlp", flow) * flow.itemsize
+    return output_elements(pairs, "mlp", flow) * flow.itemsize
 
 
-def _saved_hidden_tensors(model: ModelSpec) -> int:
+def saved_hidden_tensors(model: ModelSpec) -> int:
     """Returns the hidden tensors that an MLP saves in addition to the input of its last layer."""
     word = str(model.traits.get("activation", "swiglu"))
     return {**GATED_MLP_TENSORS, **UNGATED_MLP_TENSORS}.get(word, 3)
@@ -424,8 +425,8 @@ def _backward_moments(
         enter = products[-2]
     else:
         enter = products[-1]
-    last, first = (sum(_matrix_elements(layer) for layer in some) for some in ([down], [enter]))
-    whole = sum(_matrix_elements(layer) for layer in products)
+    last, first = (sum(matrix_elements(layer) for layer in some) for some in ([down], [enter]))
+    whole = sum(matrix_elements(layer) for layer in products)
     gate = inside >= 2
     # In order: the down projection, the gate, the up projections, and the end of the block.
     found = [
@@ -498,7 +499,7 @@ def _norm_bytes_at(
 
 def _grad_elements(pairs: list[tuple[LayerSpec, LayerCost]]) -> int:
     """Returns the elements of the weight gradients of all matmuls."""
-    return sum(_matrix_elements(layer) for _, layer in pairs if isinstance(layer, LinearCost))
+    return sum(matrix_elements(layer) for _, layer in pairs if isinstance(layer, LinearCost))
 
 
 def _deferred_moment_bytes(
@@ -522,7 +523,7 @@ def _deferred_moment_bytes(
     return max(gate + hidden, entered)
 
 
-def _matrix_elements(layer: LinearCost) -> int:
+def matrix_elements(layer: LinearCost) -> int:
     """Returns the elements of the unsharded matrices that get gradients."""
     return sum(
         math.prod(one.weight_sharding.unsharded_shape) for one in layer.weights if one.trainable
@@ -629,7 +630,7 @@ def deferred_grad_bytes(
     layers = build_layers(model, part, spot)
     products = [x for x in layers if isinstance(x, LinearCost) and x.has_trainable_weight]
     found = sum(sum(layer.comm_elements(flow)) for layer in products) * flow.itemsize
-    inside = _saved_hidden_tensors(model)
+    inside = saved_hidden_tensors(model)
     return found + sum(
         moe_activations(x, flow, inside, reads=True).deferred_bytes
         for x in layers

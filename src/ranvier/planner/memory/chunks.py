@@ -26,6 +26,7 @@ from ranvier.planner.memory.activations import (
     stream_bytes,
 )
 from ranvier.planner.memory.model_states import BlockStates, StageModelStates
+from ranvier.planner.memory.token_chunks import chunked_block_activations, runs_in_chunks
 from ranvier.planner.model_spec import BlockSpec, ModelSpec
 from ranvier.planner.time.compute import Fp8Scaling
 
@@ -146,12 +147,7 @@ def build_chunks(
     else:
         head = own.head_elements * own.wide_itemsize
     sizes = ChunkWeights(own.by_block, own.gathered_block_bytes, own.is_split, plan.gather_ranks)
-    saves = ChunkSaving(
-        how.saves_collectives,
-        how.fp8,
-        (how.is_graph("none", plan.expert), how.is_graph("full", plan.expert)),
-        how.offloaded_fraction,
-    )
+    saves = chunk_saving(plan, flow, how)
     modes = _modes_by_chunk([order[one] for one in mine], plan.recompute, how.recompute_modes)
     places = dict[tuple[object, ...], int]()
     groups = list[int]()
@@ -196,6 +192,8 @@ class ChunkSaving(NamedTuple):
     offloaded_fraction: float
     keeps_last: bool = False
     """Whether nothing of the last block is offloaded."""
+    token_chunk: int = 0
+    """Tokens of a chunk of a block; 0 if blocks run as a whole."""
 
     def activations(
         self,
@@ -206,7 +204,20 @@ class ChunkSaving(NamedTuple):
         kind: Recompute,
     ) -> BlockActivations:
         """Returns the activations of a block with a recompute mode."""
+        if self.token_chunk and runs_in_chunks(model, part, inside):
+            return chunked_block_activations(model, part, inside, flow, self.token_chunk)
         return block_activations(model, part, inside, flow, self.is_graph[kind != "none"], self.fp8)
+
+
+def chunk_saving(plan: Plan, flow: ActivationShape, how: MemoryOptions) -> ChunkSaving:
+    """Returns how the blocks of a plan save their activations."""
+    return ChunkSaving(
+        how.saves_collectives,
+        how.fp8,
+        (how.is_graph("none", plan.expert), how.is_graph("full", plan.expert)),
+        how.offloaded_fraction,
+        token_chunk=plan.tokens_per_chunk(flow.samples, flow.seq // plan.context),
+    )
 
 
 class ChunkWeights(NamedTuple):

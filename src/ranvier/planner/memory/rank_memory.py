@@ -21,8 +21,8 @@ from ranvier.planner.comm_volume import (
     build_stage_blocks,
     find_stage_starts,
 )
-from ranvier.planner.memory.activations import STATISTICS_BYTES, block_activations
-from ranvier.planner.memory.chunks import MemoryOptions
+from ranvier.planner.memory.activations import STATISTICS_BYTES
+from ranvier.planner.memory.chunks import MemoryOptions, chunk_saving
 from ranvier.planner.memory.model_states import (
     ModelStateSizes,
     MomentPrecision,
@@ -191,12 +191,10 @@ class RankMemory:
         spot = ShardingKey.from_plan(self.plan).activation_key
         flow = self._activation_shape(micro)
         order = self.model.parts_in_order
-        graph = self.options.is_graph(kind, self.plan.expert)
+        saving = chunk_saving(self.plan, flow, self.options)
         found = []
         for at in self.block_indices:
-            block = block_activations(
-                self.model, order[at + 1], spot, flow, graph, self.options.fp8
-            )
+            block = saving.activations(self.model, order[at + 1], spot, flow, kind)
             found.append(block.saved_bytes(kind, keeps=self.options.saves_collectives))
         return found
 
