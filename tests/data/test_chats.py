@@ -180,6 +180,13 @@ def test_balanced_windows_hold_each_piece_once_and_are_hardly_more(
     assert len(sizes) <= 1.01 * (full - 1)
 
 
+def test_a_window_with_the_least_work_may_have_no_room() -> None:
+    """Ten short pieces fill a window, and have less work than one long piece."""
+    lengths = np.array([40] + [10] * 16)
+    order, bounds = pack_pieces(lengths, 100, "balanced")
+    assert np.add.reduceat(lengths[order], bounds[:-1]).tolist() == [100, 100]
+
+
 @pytest.mark.parametrize("kind", ["uniform", "long_tail", "short_and_long"])
 def test_balanced_windows_have_similar_attention_work(kind: str) -> None:
     drawn = np.random.default_rng(0)

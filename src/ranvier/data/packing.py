@@ -150,21 +150,15 @@ def _pack_balanced(
     """
     windows: list[list[int]] = [[] for _ in range(count)]
     free = [seq] * count
-    # Windows as (work, index) with room for the next piece, and those without as (-room, work,
-    # index). Pieces become shorter, so the latter become usable again.
+    # Windows as (work, index). One that is too full for a piece is left to the shortest ones.
     usable = [(0, i) for i in range(count)]
-    too_full = list[tuple[int, int, int]]()
     longest = int(
         np.searchsorted(np.cumsum([sizes[i] for i in order]), TOKENS_BY_WORK * sum(sizes))
     )
     for piece in order[:longest]:
         size = sizes[piece]
-        while too_full and -too_full[0][0] >= size:
-            _, work, i = heappop(too_full)
-            heappush(usable, (work, i))
         while usable and free[usable[0][1]] < size:
-            work, i = heappop(usable)
-            heappush(too_full, (-free[i], work, i))
+            heappop(usable)
         if usable:
             work, i = heappop(usable)
         else:
