@@ -15,7 +15,7 @@ from commands import SMALL_OPTIONS, call
 from ranvier.config.run import RunConfig
 from ranvier.config.sections import ModelConfig
 
-MAX_MODULES = 40
+MAX_MODULES = 44
 """It was 71 when settings were replaced in eleven places."""
 SECTIONS = tuple(type(getattr(RunConfig(), one.name)) for one in dataclasses.fields(RunConfig))
 

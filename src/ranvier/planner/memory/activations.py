@@ -317,8 +317,8 @@ def _context_key_bytes(layer: AttentionCost, flow: ActivationShape) -> int:
     """Returns the bytes of keys and their gradients in the backward pass of attention over context.
 
     With kv_gather, for a group of heads: keys as received, in order and contiguous, and their
-    gradients from the kernel; in fp32 the sums of those, and the gradients of the group before and
-    what is sent of them.
+    gradients from the kernel; in fp32 the sums of those, and what is sent of the gradients of the
+    group before.
     """
     if layer.layout_context.degrees["context"] == 1:
         return 0
@@ -340,7 +340,7 @@ def _context_key_bytes(layer: AttentionCost, flow: ActivationShape) -> int:
         return keys * (shape.itemsize + 2 * wide) + queries * wide
     most = max(4 * shape.itemsize + wide, 2 * (shape.itemsize + wide))
     if groups > 1:
-        most = 4 * shape.itemsize + 3 * wide
+        most = 4 * shape.itemsize + 2 * wide
     return keys * most + queries * (wide + 4 * shape.itemsize) // groups
 
 
