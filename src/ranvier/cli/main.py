@@ -710,11 +710,14 @@ def _dry_run_command(words: Sequence[str]) -> int:
     from ranvier.config.arguments import DryRunOptions
 
     settings = load_run_with_options(DryRunOptions, "dry-run [run.toml | RUN]", words)
-    from ranvier.tools import dry_run
+    from ranvier.tools import dry_run, longest_sequence
     from ranvier.tools.verify import required_ranks
 
     world = settings.world or required_ranks(settings.plan)
     run = settings.settings
+    if settings.longest_sequence or longest_sequence.uses_host_memory(run):
+        resolved = dry_run.resolve_without_device(run, world=world)
+        return longest_sequence.show_memory_prediction(resolved, longest=settings.longest_sequence)
     return dry_run.show_dry_run(
         run,
         world=world,

@@ -160,7 +160,8 @@ class DryRunOptions(RunConfig):
     """Run the real code of one rank of many, without data, devices or other ranks.
 
     Shows its shards, what it communicates over each axis in a step (counted by torch's fake process
-    group), and the peak memory of its tensors.
+    group), and the peak memory of its tensors. If a run keeps tensors on the host, the memory of
+    device and host is predicted instead.
     """
 
     world: int = 0
@@ -170,6 +171,9 @@ class DryRunOptions(RunConfig):
     expert_imbalance: float = 1.0
     """Tokens that the experts of this rank receive, relative to the mean over the ranks of the
     expert axis (max / mean, so this rank is the busiest). 1 means balanced experts."""
+    longest_sequence: bool = False
+    """Predict the longest data.seq_len that fits into memory.device_limit_gib and
+    memory.host_limit_gib, and its memory by category. No code of the run is executed."""
     output: str = ""
     """JSON file for the results. If empty, none is written."""
 

@@ -112,7 +112,7 @@ def resolve_dry_run(run: RunConfig, *, world: int, rank: int, load: float = 1.0)
             f"and world is at least 1. Use --rank {max(min(rank, world - 1), 0)}"
             + (" or a larger --world." if world > 0 else " --world 1.")
         )
-    run = resolve_run(run, ResolveContext(world_size=world, device=META))
+    run = resolve_without_device(run, world=world)
     if 1.0 <= load <= run.plan.expert:
         problems = []
     else:
@@ -143,6 +143,11 @@ def resolve_dry_run(run: RunConfig, *, world: int, rank: int, load: float = 1.0)
     run = run.adopt("dry run", measured, {"": "memory is not measured in a dry run"})
     packed = {"data.document_mask": False}
     return run.decide("dry run", packed, "packed samples would need real documents")
+
+
+def resolve_without_device(run: RunConfig, *, world: int) -> ResolvedRun:
+    """Resolves the settings of a run for `world` ranks on any device."""
+    return resolve_run(run, ResolveContext(world_size=world, device=META))
 
 
 def _load_problem(run: RunConfig, load: float) -> str:

@@ -90,6 +90,8 @@ class StageMemory:
     """Whether weight gradients are computed in separate jobs (W passes)."""
     head: LossMemory | None
     """The LM head, if it is on this stage."""
+    in_chunks: bool
+    """Whether blocks run in chunks of tokens; otherwise their MLP needs more than any norm."""
 
     @cached_property
     def grad_bytes_by_pass(self) -> tuple[tuple[int, int, int], ...]:
@@ -491,6 +493,7 @@ def _build_stage_memory(
         head=None
         if scores is None
         else loss_memory(scores, flow, own.head_elements * own.wide_itemsize),
+        in_chunks=plan.tokens_per_chunk(flow.samples, flow.seq // plan.context) > 0,
     )
 
 
@@ -530,6 +533,8 @@ def _backward_peaks(load: StageMemory, now: TurnMemory) -> Iterator[PeakUsage]:
     one = now.chunk
     if one.has_head and load.model_states.head_elements and not load.vocab_over_pipe:
         yield _peak_after_loss(load, now)
+        if load.in_chunks:
+            yield _peak_in_last_norm(load, now)
     yield from (_peak_in_block(load, now, place) for place in one.block_memories)
     if load.splits_weight_grads and one.block_memories:
         yield _peak_after_blocks(load, now)
@@ -559,6 +564,19 @@ def _peak_after_loss(load: StageMemory, now: TurnMemory) -> PeakUsage:
         + load.last_reduction_bytes(turn)
     )
     return PeakUsage("after the loss", grads, acts, own.gathered_block_bytes + mine, 0, full)
+
+
+def _peak_in_last_norm(load: StageMemory, now: TurnMemory) -> PeakUsage:
+    """Returns the peak in the backward pass of the norm before the head, which is not in chunks.
+
+    Besides its saved input and result, the gradient and both products with it are in fp32.
+    """
+    after = _peak_after_loss(load, now)
+    wide = load.model_states.wide_itemsize // load.model_states.itemsize
+    more = (3 * wide - 2) * load.stream_bytes
+    return after._replace(
+        where="in the backward pass of the last norm", activations=after.activations + more
+    )
 
 
 def _peak_after_spread_loss(load: StageMemory, now: TurnMemory) -> PeakUsage:
