@@ -213,6 +213,10 @@ class Plan:
         # Many short samples need no chunks: a smaller micro-batch has the same effect.
         return USUAL_TOKEN_CHUNK if tokens > MAX_WHOLE_TOKENS else 0
 
+    def chunk_of_samples(self, samples: int, seq_len: int) -> int:
+        """Returns `tokens_per_chunk` for whole samples of `seq_len` tokens."""
+        return self.tokens_per_chunk(samples, seq_len // max(self.context, 1))
+
     @property
     def without_measuring(self) -> Plan:
         """The plan for callers that do not measure memory: unset values get their defaults."""

@@ -46,8 +46,8 @@ MIN_RESIDENT_SHARE = 0.05
 """Minimum share of the optimizer states to keep on the device."""
 WEIGHT_LOCATIONS: tuple[WeightsLocation, ...] = ("device", "host")
 OFFLOAD_FRACTIONS = (0.0, 0.125, 0.25, 0.375, 0.5, 1.0)
-"""Shares of the activations to try on the host; small ones, as the activations of very long samples
-do not fit beside optimizer states."""
+"""Shares of the activations to try on the host; small ones, as the host may not have
+memory for all activations of very long samples."""
 MAX_CHANGED_SETTINGS = 2
 """Maximum number of settings that a suggestion changes."""
 

@@ -216,7 +216,7 @@ def _prepare_model(run: RunConfig, model: nn.Module, load: float) -> None:
     plan = run.plan
     # Blocks in chunks of tokens have their peak in the backward kernel of attention; the peak of
     # others is in the MLP.
-    in_chunks = plan.tokens_per_chunk(plan.micro_batch, run.data.seq_len // plan.context) > 0
+    in_chunks = plan.chunk_of_samples(plan.micro_batch, run.data.seq_len) > 0
     attend = _flash_attention_with_workspace if in_chunks else flash_attention
     for leaf in parallel.layers.values():
         if isinstance(leaf, AttentionCore):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ranvier.config.plan import MAX_WHOLE_TOKENS
 from ranvier.config.resolved_run import ResolvedRun
 from ranvier.config.run import RunConfig
 from ranvier.errors import PlanError
@@ -17,6 +16,7 @@ from ranvier.planner import offload_search
 from ranvier.planner.memory.breakdown import GIB, MemoryBreakdown, format_breakdown
 from ranvier.planner.model_spec import resolve_model_spec
 from ranvier.planner.offload_search import FitProblem, Placement
+from ranvier.sharding import ShardingTable, round_up
 from ranvier.system.terminal import print
 from ranvier.train.memory.breakdown import TYPICAL_RATES
 from ranvier.train.memory.choose import (
@@ -28,6 +28,8 @@ from ranvier.train.memory.choose import (
 
 SEQUENCE_STEP = 1024
 """Sequence lengths that are tried are multiples of it."""
+MAX_TRIED_TOKENS = 2**20
+"""Longest sequence that is tried as the first one in chunks of tokens."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,8 @@ def find_longest_sequence(run: ResolvedRun) -> MemoryPrediction:
             "--longest-sequence without memory.device_limit_gib. The memory of the device must be "
             "known. Use --memory.device-limit-gib 80, and --memory.host-limit-gib for the host."
         )
-    step = SEQUENCE_STEP * run.plan.context * run.plan.row
+    plan = run.plan
+    step = round_up(SEQUENCE_STEP, ShardingTable.from_plan(plan).seq_multiple(plan.degrees))
     shortest = step
     if not fits(with_sequence(run, shortest)):
         raise PlanError(
@@ -91,7 +94,9 @@ def find_longest_sequence(run: ResolvedRun) -> MemoryPrediction:
         )
     # Blocks of longer samples run in chunks of tokens, so a length may fit although a shorter one
     # does not: the first length in chunks is tried, then powers of two, then bisection.
-    in_chunks = (MAX_WHOLE_TOKENS * run.plan.context // step + 1) * step
+    in_chunks = step
+    while in_chunks < MAX_TRIED_TOKENS and not plan.chunk_of_samples(1, in_chunks):
+        in_chunks += step
     if fits(with_sequence(run, in_chunks)):
         shortest = in_chunks
     longest = 2 * shortest

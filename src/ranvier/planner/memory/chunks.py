@@ -216,7 +216,7 @@ def chunk_saving(plan: Plan, flow: ActivationShape, how: MemoryOptions) -> Chunk
         how.fp8,
         (how.is_graph("none", plan.expert), how.is_graph("full", plan.expert)),
         how.offloaded_fraction,
-        token_chunk=plan.tokens_per_chunk(flow.samples, flow.seq // plan.context),
+        token_chunk=plan.chunk_of_samples(flow.samples, flow.seq),
     )
 
 

@@ -493,7 +493,7 @@ def _build_stage_memory(
         head=None
         if scores is None
         else loss_memory(scores, flow, own.head_elements * own.wide_itemsize),
-        in_chunks=plan.tokens_per_chunk(flow.samples, flow.seq // plan.context) > 0,
+        in_chunks=plan.chunk_of_samples(flow.samples, flow.seq) > 0,
     )
 
 
@@ -569,7 +569,8 @@ def _peak_after_loss(load: StageMemory, now: TurnMemory) -> PeakUsage:
 def _peak_in_last_norm(load: StageMemory, now: TurnMemory) -> PeakUsage:
     """Returns the peak in the backward pass of the norm before the head, which is not in chunks.
 
-    Besides its saved input and result, the gradient and both products with it are in fp32.
+    In addition to its saved input and result, the gradient and both products with it are in
+    fp32.
     """
     after = _peak_after_loss(load, now)
     wide = load.model_states.wide_itemsize // load.model_states.itemsize
