@@ -1,6 +1,6 @@
 """Compares the step time of samples assigned by cost and in their order, on two CPU ranks.
 
-    python benchmarks/window_assignment.py [--runs 5] [--steps 6] [--output FILE.json]
+    python benchmarks/window_assignment.py [--runs 5] [--steps 4] [--output FILE.json]
 
 Two ranks with one core each, depth = 2, 8 micro-batches of one sample: ranks meet in the gathers of
 every layer. Documents have a long tail of lengths, so that some samples are one document and others
@@ -177,7 +177,7 @@ def main(words: Sequence[str] | None = None) -> int:
     """Compare both settings and print the result."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args(words)
     with tempfile.TemporaryDirectory() as name:
