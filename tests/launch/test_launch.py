@@ -325,6 +325,19 @@ def test_the_server_of_ranks_ends_with_the_launcher_while_it_imports(tmp_path: P
     killed(tmp_path, "server")
 
 
+def test_ranks_inherit_blocked_signals() -> None:
+    """As those of `ranvier serve`. In a new process, which has no resource tracker yet."""
+    program = (
+        "import signal",
+        "from ranvier.launch.process_group import start_forkserver",
+        "blocked = {signal.SIGINT, signal.SIGTERM}",
+        "signal.pthread_sigmask(signal.SIG_BLOCK, blocked)",
+        "start_forkserver([])",
+        "assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) >= blocked",
+    )
+    subprocess.run([sys.executable, "-c", "\n".join(program)], check=True)
+
+
 def test_compilers_keep_their_results_in_our_cache(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

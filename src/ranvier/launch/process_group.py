@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.util import get_temp_dir
 
@@ -158,6 +158,11 @@ def start_forkserver(preload: Sequence[str]) -> None:
     os.environ["RANVIER_LAUNCHER"] = str(os.getpid())
     # The socket of the server is in this directory.
     remove_after_end(get_temp_dir(), os.getpid())
+    # Starting the resource tracker unblocks SIGINT and SIGTERM (Python 3.11). The server and the
+    # ranks inherit the mask, with which `ranvier serve` protects its engines from Ctrl-C.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    resource_tracker.ensure_running()
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     forkserver.ensure_running()
 
 
