@@ -104,6 +104,12 @@ def test_degree_below_one(size: int) -> None:
     assert text.endswith("Use row=1.")
 
 
+def test_a_degree_below_one_is_told_without_a_model() -> None:
+    """As by `ranvier eval`, `generate` and `serve`, which resolve the degrees first."""
+    with pytest.raises(PlanError, match=r"context=0 is not a number of ranks.*Use context=1"):
+        Plan(context=0).resolve(8)
+
+
 def test_unknown_axis() -> None:
     with pytest.raises(TypeError, match="rwo"):
         Plan(rwo=2)  # type: ignore[call-arg]

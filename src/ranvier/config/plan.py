@@ -231,12 +231,20 @@ class Plan:
         batch."""
         unknown = [axis for axis, size in self.degrees.items() if size == -1]
         known = math.prod(size for size in self.degrees.values() if size > 0)
+        problems = [
+            f"{axis}={size} is not a number of ranks. A degree is at least 1, or -1 to infer "
+            f"it. Use {axis}=1."
+            for axis, size in self.degrees.items()
+            if size < 1 and size != -1
+        ]
         if len(unknown) > 1:
-            raise PlanError(
+            problems.append(
                 f"{' and '.join(f'{axis}=-1' for axis in unknown)} cannot both be inferred. "
                 f"At most one degree may be -1. Set the others to a number, such as "
                 f"{' or '.join(f'{axis}=1' for axis in unknown)}."
             )
+        if problems:
+            raise PlanError(problems)
         if unknown and world % known:
             raise PlanError(_world_problem(self.degrees, world))
         return self.with_degrees(dict.fromkeys(unknown, world // known))
@@ -279,12 +287,7 @@ class Plan:
         sample. If the micro-batch is searched later, for a memory budget or by `memory.auto`
         (`fitted`), it stays -1; the micro-batch of the whole share is validated instead.
         """
-        problems = [
-            f"{axis}={size} is not a number of ranks. A degree is at least 1, or -1 to infer "
-            f"it. Use {axis}=1."
-            for axis, size in self.degrees.items()
-            if size < 1 and size != -1
-        ]
+        problems = list[str]()
         try:
             plan = self.resolve(world)
         except PlanError as error:
