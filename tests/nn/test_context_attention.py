@@ -29,6 +29,7 @@ from context_cases import (
     run_ranks,
     tokens_per_rank,
 )
+from ranvier.config.plan import AXES
 from ranvier.cost.context_attention import (
     EventScope,
     KeyShape,
@@ -38,10 +39,11 @@ from ranvier.cost.context_attention import (
     check_ring_window,
     check_ulysses_heads,
 )
+from ranvier.cost.layers import ActivationShape, AttentionCost, LayoutContext
 from ranvier.errors import PlanError
 from ranvier.models.segment_attention import SegmentAttention
 from ranvier.nn.context_attention import KVGather, Ring, RunOnce, Ulysses, run_always
-from ranvier.sharding import TokenOrder, TokenSegment
+from ranvier.sharding import ShardingTable, TokenOrder, TokenSegment, order_tokens
 from ranvier.trace import Event, diff_events
 
 RANKS = (2, 3, 4, 6, 8)
@@ -261,6 +263,27 @@ def test_a_rank_counts_the_scores_of_its_queries() -> None:
         total = sum(n * (n + 1) // 2 for n in case.orders[0].lengths)
         copies = case.near if isinstance(layouts[0], UlyssesLayout) else 1
         assert sum(layout.num_scores for layout in layouts) == copies * total
+
+
+@pytest.mark.parametrize("method", ["kv_gather", "ring", "ulysses"])
+@pytest.mark.parametrize("window", [0, 3])
+def test_flops_of_attention_count_documents(method: Any, window: int) -> None:
+    """A rank computes a query with each key that it sees, and all ranks together compute all."""
+    if method == "ring" and window:
+        pytest.skip("a ring has no windows")
+    lengths = ((1, 2, 5), (8,))
+    orders = tuple(order_tokens(some, 2, "zigzag") for some in lengths)
+    degrees = dict.fromkeys(AXES, 1) | {"context": 2}
+    units = {"heads": 4, "kv_heads": 2}
+    layout = LayoutContext(degrees, ShardingTable(), units, context_attention=method)
+    flow = ActivationShape(2, 8, 8, 8, token_orders=orders)
+    each = [
+        AttentionCost("", layout, "heads", HEAD_DIM, window, context_index=rank).flops(flow)
+        for rank in range(2)
+    ]
+    seen = [min(i + 1, window or 8) for some in lengths for n in some for i in range(n)]
+    assert sum(each) == 4 * sum(seen) * 4 * HEAD_DIM
+    assert method != "ulysses" or each[0] == each[1]
 
 
 def test_messages_need_few_bytes_of_a_zigzag_order() -> None:

@@ -19,6 +19,7 @@ from ranvier.cost.context_attention import (
     EventScope,
     KeyShape,
     Layout,
+    UlyssesLayout,
     build_layout,
     choose_method,
 )
@@ -329,8 +330,14 @@ class AttentionCost(LayerCost):
     def flops(self, flow: ActivationShape) -> int:
         """Returns the FLOPs of causal attention: 2 · s · (width of local heads) per token.
 
-        With a window of w tokens it is 2 · w · (2 - w/s) · (width of local heads) per token.
+        With a window of w tokens it is 2 · w · (2 - w/s) · (width of local heads) per token. If
+        documents are known, it is 4 · (width of local heads) per query and key that it sees.
         """
+        if flow.token_orders:
+            layout, shape, _ = self.context_layout(flow)
+            if isinstance(layout, UlyssesLayout):
+                shape = layout.head_shape(shape)
+            return 4 * layout.num_scores * shape.heads * self.head_dim
         # QKᵀ and PV take 4 · s · width per token without a mask; the causal mask halves that.
         seen = min(self.window or flow.seq, flow.seq)
         tokens = self.layout_context.local_tokens(flow, self.dim)
