@@ -11,7 +11,7 @@ from corpora import corpus_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ranvier.data.corpus import Corpus, DocumentStream, Window
+from ranvier.data.corpus import Corpus, DocumentStream, Window, count_document_lengths
 from ranvier.data.prepare import document_hash
 from ranvier.errors import DataError
 from ranvier.nn.cross_entropy import IGNORE_INDEX
@@ -158,3 +158,9 @@ def test_a_missing_hash_file_is_named(tmp_path: Path) -> None:
     (corpus.folder / "shard-00000.hash").unlink()
     with pytest.raises(DataError, match=r"shard-00000\.hash cannot be read: No such file"):
         Corpus.open(corpus.folder)
+
+
+def test_lengths_are_counted_without_empty_documents(tmp_path: Path) -> None:
+    """The planner fills samples with them."""
+    corpus = corpus_of(tmp_path, [[1, 2], [], [3, 4]], [[5]])
+    assert count_document_lengths([corpus.folder]) == {2: 2, 1: 1}

@@ -350,9 +350,10 @@ def _map_mask(path: Path, tokens: int) -> NDArray[np.uint8]:
 
 
 def count_document_lengths(folders: Iterable[str | Path]) -> Counter[int]:
-    """Counts the documents of each length in prepared directories."""
+    """Counts the documents of each length in prepared directories; samples have no empty ones."""
     found: Counter[int] = Counter()
     for folder in folders:
-        lengths, counts = np.unique(Corpus.open(folder).document_lengths, return_counts=True)
+        every = Corpus.open(folder).document_lengths
+        lengths, counts = np.unique(every[every > 0], return_counts=True)
         found.update(dict(zip(lengths.tolist(), counts.tolist(), strict=True)))
     return found
