@@ -222,6 +222,7 @@ def test_512_devices_split_few_long_samples(seq: int, batch: int) -> None:
         ("7\n-3\n", "Line 2 of FILE is '-3'"),
         ("7\n1.5\n", "Line 2 of FILE is '1.5'"),
         ("7 8 9\n", "Line 1 of FILE is '7 8 9'"),
+        ("9" * 5000, "Line 1 of FILE is '9999"),
         ("# nothing\n", "FILE has no document lengths"),
         (None, "FILE cannot be read"),
     ],
@@ -290,3 +291,4 @@ def test_train_splits_long_samples_where_it_helps_and_prints_why() -> None:
     many = run_from_tables({**tables, "plan": {"global_batch": 8}})
     found, predicted = choose_layout(many, build_workload(many), machine(8))
     assert found.plan.context == 1 and found.plan.data == 8
+    assert "8 samples of 4,096 tokens per step are enough for 8 ranks" in predicted.why

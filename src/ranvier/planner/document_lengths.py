@@ -21,6 +21,8 @@ from ranvier.sharding import TokenOrder, TokenSegment, order_tokens
 
 NUM_SAMPLES = 64
 """Number of samples that stand for a corpus."""
+MAX_DIGITS = 15
+"""Number of digits of the largest length, or number of documents, in a file."""
 NUM_ORDERED = 6
 """Number of them whose order over context is computed."""
 SEED = 0
@@ -84,6 +86,10 @@ def _score_share(documents: DocumentLengths, window: int) -> float:
     return scores / (len(documents.samples) * whole)
 
 
+def _is_count(word: str) -> bool:
+    return word.isdecimal() and len(word) <= MAX_DIGITS and int(word) > 0
+
+
 def read_histogram(path: str) -> Counter[int]:
     """Reads the lengths of documents from a text file: a length per line, and optionally how many
     documents have it, separated by a space or a comma."""
@@ -99,11 +105,11 @@ def read_histogram(path: str) -> Counter[int]:
         words = line.partition("#")[0].replace(",", " ").split()
         if not words:
             continue
-        if len(words) > 2 or not all(word.isdecimal() and int(word) > 0 for word in words):
+        if len(words) > 2 or not all(map(_is_count, words)):
             raise PlanError(
                 f"Line {number} of {path} is {line.strip()[:40]!r}. The length of a document, and "
-                "the number of documents that may follow it, are whole numbers of at least 1. "
-                "Correct the line or remove it."
+                "the number of documents that may follow it, are whole numbers of at least 1, with "
+                f"at most {MAX_DIGITS} digits. Correct the line or remove it."
             )
         found[int(words[0])] += int(words[1]) if len(words) > 1 else 1
     if not found:

@@ -25,7 +25,7 @@ from ranvier.planner.time.compute import FP8_SCALING
 
 TIE_RATIO = 1.01
 """Ratio of step times below which they count as equal."""
-LONG_CONTEXT_TOKENS = 8192
+LONG_CONTEXT_TOKENS = 4096
 """Tokens per sample from which on the explanation names why context does not split samples."""
 MIN_SHOWN_SHARE = 0.04
 """Minimum share of the step time for a part to be listed."""
