@@ -100,6 +100,9 @@ TOKEN_DIMS = {"batch": 0, "seq": 1}
 """Position of these dims in an activation; the features are its last dim."""
 
 
+MATRIX_DIMS = frozenset({"embed", "heads", "kv_heads", "mlp", "features", "channels"})
+"""Features between layers. A weight with two of these dims is a hidden matrix, in contrast to
+embeddings, heads, routers and adapters."""
 REGION_DIMS = ("embed", "mlp")
 """A feature dim of the outer and of the inner region."""
 
@@ -509,7 +512,7 @@ class Sharding:
         the following dim for expert weights, because there may be fewer experts than ranks.
         """
         units = {name: n for name, n in (units or {}).items() if name != "mlp"}
-        shape, names = _unpack_dims(shape, dims)
+        shape, names = unpack_dims(shape, dims)
         cuts = [
             _split_dim(size, name, rule.get(name, ()), degrees, units.get(name, size))
             for size, name in zip(shape, names, strict=True)
@@ -595,7 +598,7 @@ def _check_axes_once(axes: Sequence[str], names: Sequence[str]) -> None:
             )
 
 
-def _unpack_dims(shape: Sequence[int], dims: Sequence[Dim]) -> tuple[list[int], list[str]]:
+def unpack_dims(shape: Sequence[int], dims: Sequence[Dim]) -> tuple[list[int], list[str]]:
     """Unpack packed dims of shape and names: `(d, 3n)`, `(embed, (3, heads))` to `(d, 3, n)`."""
     if len(shape) != len(dims):
         raise ShardingError(
@@ -614,6 +617,19 @@ def _unpack_dims(shape: Sequence[int], dims: Sequence[Dim]) -> tuple[list[int], 
         sizes += [size] if count is None else [count, size // count]
         names += [name] if count is None else ["", name]
     return sizes, names
+
+
+def matrix_dims(dims: Sequence[Dim]) -> tuple[int, int] | None:
+    """Returns which dims of a weight, with packed dims unpacked, form its hidden matrices.
+
+    `((3, "heads"), "embed")` has three matrices, of the unpacked dims 1 and 2, and
+    `("expert", "mlp", "embed")` has one per expert. None: the weight is no hidden matrix.
+    """
+    _, names = unpack_dims([1 if isinstance(dim, str) else dim[0] for dim in dims], dims)
+    named = [i for i, name in enumerate(names) if name not in ("", "expert")]
+    if len(named) == 2 and all(names[i] in MATRIX_DIMS for i in named):
+        return named[0], named[1]
+    return None
 
 
 def _split_dim(

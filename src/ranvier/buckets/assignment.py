@@ -9,6 +9,7 @@ from ranvier.buckets.bucket import Bucket, BucketSegment, ShardedParameter
 from ranvier.buckets.scheduler import BucketScheduler
 from ranvier.buckets.spec import ParamSpec
 from ranvier.grid import Grid
+from ranvier.sharding import matrix_dims
 
 
 def assign_buckets(
@@ -30,6 +31,7 @@ def assign_buckets(
             start = start + weight.num_elements
         bucket = Bucket(
             name=lot.block,
+            spec=lot,
             weights=members,
             bucket_scheduler=queue,
             segments=[
@@ -53,7 +55,14 @@ def _param_spec(weight: ShardedParameter, block: str) -> ParamSpec:
         whom = ()
     tied = len(weight.owners) > 1
     return ParamSpec(
-        weight.name, block, weight.sharding, weight.param_group, weight.trainable, tied, whom
+        weight.name,
+        block,
+        weight.sharding,
+        weight.param_group,
+        weight.trainable,
+        tied,
+        whom,
+        matrix_dims(weight.dims) if weight.param_group == "matrix" else None,
     )
 
 

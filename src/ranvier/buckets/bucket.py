@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ranvier.buckets.sparsity import SparsityMask, pack_bits
-from ranvier.buckets.spec import BucketTraffic, ParamGroup
+from ranvier.buckets.spec import BucketSpec, BucketTraffic, ParamGroup
 from ranvier.comm import autograd, collectives
 from ranvier.comm.accumulator import GradientAccumulator, Pieces, flatten_pieces
 from ranvier.comm.collectives import PendingTensor
@@ -139,6 +139,7 @@ class Bucket:
     """Parameters that are gathered, reduced and updated together, in flat buffers."""
 
     name: str
+    spec: BucketSpec
     weights: list[ShardedParameter]
     bucket_scheduler: BucketScheduler
     segments: list[BucketSegment]

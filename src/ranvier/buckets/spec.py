@@ -39,6 +39,8 @@ class ParamSpec:
     """Whether several layers share it."""
     other_stages: tuple[int, ...] = ()
     """Other stages that also have it."""
+    matrix_dims: tuple[int, int] | None = None
+    """Dims of its hidden matrices (`sharding.matrix_dims`), which some update rules need whole."""
     repeats: int = 1
     """Number of blocks whose identical weights it represents."""
 
@@ -77,6 +79,11 @@ class BucketSpec:
     reduce_at_step_end: bool
     """Whether gradients are complete only at the end of a step (tied weights, vectors)."""
 
+    @property
+    def has_matrices(self) -> bool:
+        """Whether it has trainable hidden matrices."""
+        return self.params[0].trainable and self.params[0].matrix_dims is not None
+
     @cached_property
     def traffic(self) -> BucketTraffic:
         """The communication volumes of the bucket."""
@@ -99,6 +106,9 @@ class BucketSpec:
 def build_bucket_specs(pieces: Iterable[ParamSpec], degrees: Mapping[str, int]) -> list[BucketSpec]:
     """Groups weights into buckets by block, gathered, parameter group, trainable and tied.
 
+    Hidden matrices have buckets without other weights, as an optimizer may update them by another
+    rule.
+
     All weights of a bucket have the same replica axis, over which one collective reduces them.
     """
     groups: dict[tuple[object, ...], list[ParamSpec]] = {}
@@ -108,6 +118,7 @@ def build_bucket_specs(pieces: Iterable[ParamSpec], degrees: Mapping[str, int]) 
             piece.block,
             piece.is_gathered,
             piece.param_group,
+            piece.matrix_dims is None,
             piece.trainable,
             tied,
             piece.other_stages,

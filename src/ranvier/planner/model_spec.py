@@ -22,7 +22,7 @@ from ranvier.cost import layers
 from ranvier.cost import linear as products
 from ranvier.cost.layers import LayerCost, LayoutContext
 from ranvier.errors import PlanError
-from ranvier.sharding import Dim, Sharding
+from ranvier.sharding import Dim, Sharding, matrix_dims
 
 if TYPE_CHECKING:
     from ranvier.config.run import RunConfig
@@ -172,7 +172,14 @@ class LayerSpec:
             else:
                 group = "matrix"
             owner = self.tied or name
-            yield ParamSpec(f"{owner}.weight", block or owner, cut, group, trained)
+            yield ParamSpec(
+                f"{owner}.weight",
+                block or owner,
+                cut,
+                group,
+                trained,
+                matrix_dims=matrix_dims(dims) if group == "matrix" else None,
+            )
         if kind in ("rms", "layer", "lengths"):
             yield self._vector_param_spec(f"{name}.weight", dims[0], self.shape[0], ground)
         if self.bias:
@@ -192,7 +199,14 @@ class LayerSpec:
         }
         for own, (dims, shape) in found.items():
             cut = _weight_sharding(shape, dims, ground)
-            yield ParamSpec(f"{name}.{own}", block or name, cut, "matrix", self.trainable)
+            yield ParamSpec(
+                f"{name}.{own}",
+                block or name,
+                cut,
+                "matrix",
+                self.trainable,
+                matrix_dims=matrix_dims(dims),
+            )
 
     def _vector_param_spec(
         self, name: str, dim: Dim, size: int, ground: LayoutContext
