@@ -28,9 +28,11 @@ from ranvier.models.document_attention import Documents
 from ranvier.nn.context_documents import ContextDocuments
 from ranvier.nn.materialize import materialize_parameters
 from ranvier.optim.optimizer import Optimizer
+from ranvier.optim.rules import Jorge, Muon, Rule
 from ranvier.parallel.parallel_model import ParallelModel, get_parallel_model
 from ranvier.parallel.parallelize import parallelize
 from ranvier.sharding import Shard, ShardedStateDict, TokenOrder, TokenSegment
+from ranvier.tools.serial_optimizer import build_serial_optimizer
 from ranvier.tools.verify import predict_events
 from ranvier.trace import diff_events
 from ranvier.train.step import forward_backward
@@ -67,6 +69,8 @@ class Case:
     """Seed of the delays of messages between stages; -1: none."""
     steps: int = 2
     """In the first the order of the gathers is not known, in the second it is."""
+    rule: Rule | None = None
+    """Update rule of the optimizer; None: AdamW."""
 
     @property
     def label(self) -> str:
@@ -310,6 +314,7 @@ class Serial:
         clip: float,
         steps: int = 2,
         device: str = "cpu",
+        rule: Rule | None = None,
     ) -> None:
         self.model, self.batch = Case(name).build().to(device), batch
         self.values = {name: p.detach().cpu().clone() for name, p in self.lasting()}
@@ -320,10 +325,7 @@ class Serial:
         self.losses: list[float] = []
         self.norms: list[float] = []
         self.extras: list[float] = []
-        groups = [
-            {"params": [p], "weight_decay": 0.1 if decays(n, p) else 0.0} for n, p in self.named()
-        ]
-        optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=1e-8)
+        optimizer = serial_optimizer(self.named(), lr, rule)
         for step in range(steps):
             optimizer.zero_grad()
             count = (batch.targets != -100).sum()
@@ -349,6 +351,25 @@ class Serial:
         """Parameters, and the biases of routers."""
         more = [(n, x) for n, x in self.model.named_buffers() if n.endswith("mlp.bias")]
         return [*self.named(), *more]
+
+
+def serial_optimizer(
+    named: Sequence[tuple[str, nn.Parameter]], lr: float, rule: Rule | None
+) -> torch.optim.Optimizer:
+    """The optimizer of one process: torch's, or a restatement of the rule."""
+    groups: list[dict[str, Any]] = [
+        {"params": [p], "weight_decay": 0.1 if decays(n, p) else 0.0} for n, p in named
+    ]
+    for group, (name, param) in zip(groups, named, strict=True):
+        if is_hidden_matrix(name, param):
+            # Which features they are does not matter here.
+            group["dims"] = ("expert", "mlp", "embed")[-param.dim() :]
+    return build_serial_optimizer(groups, rule, lr=lr, betas=(0.9, 0.95), eps=1e-8)
+
+
+def is_hidden_matrix(name: str, param: nn.Parameter) -> bool:
+    """Muon and Jorge leave embeddings, heads and routers to AdamW."""
+    return decays(name, param) and not any(word in name for word in ("head", "router"))
 
 
 def decays(name: str, param: nn.Parameter) -> bool:
@@ -426,7 +447,7 @@ def run_case(grid: Grid, case: Case, batch: Batch, lr: float, clip: float) -> di
     grads: ShardedStateDict = {}
     start, losses, norms, extras, lines = copied(parallel.sharded_state()), [], [], [], list[str]()
     micros = micros_of(batch, grid, case.micro_batches, case.model, case.token_order)
-    optimizer = Optimizer(parallel.bucket_scheduler, lr=lr, clip=clip)
+    optimizer = Optimizer(parallel.bucket_scheduler, lr=lr, clip=clip, rule=case.rule)
     for step in range(case.steps):
         with grid.trace.record_events() as events:
             losses.append(forward_backward(model, micros).item())
@@ -442,7 +463,8 @@ def run_case(grid: Grid, case: Case, batch: Batch, lr: float, clip: float) -> di
                 for micro in micros
                 if isinstance(micro.documents, ContextDocuments)
             ]
-            predicted = predict_events(parallel, flow, case.micro_batches, orders)
+            cost = case.rule.cost(torch.float64) if isinstance(case.rule, Muon | Jorge) else None
+            predicted = predict_events(parallel, flow, case.micro_batches, orders, cost)
             lines += diff_events(predicted, events, parallel.data_dependent_layers)
     if case.both:
         lines += without_overlap(grid, case, micros, grads)
@@ -478,7 +500,7 @@ def reload(
     """What is not bit for bit there after loading a whole state."""
     model = case.on(grid, seed=5)
     parallel: ParallelModel = model.parallel  # type: ignore[assignment]
-    loaded = Optimizer(parallel.bucket_scheduler)
+    loaded = Optimizer(parallel.bucket_scheduler, rule=case.rule)
     parallel.load_full_state(weights)
     loaded.load_full_state(optimizer, steps=case.steps)
     whole = {**weights, **optimizer}

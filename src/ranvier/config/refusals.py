@@ -120,6 +120,8 @@ def _setting_against_chunks(run: RunConfig) -> str:
     return ""
 
 
+MATRIX_RULES = ("muon", "jorge")
+"""Optimizers of whole matrices."""
 PRUNING_SCHEDULE = (
     "prune.update_interval={prune.update_interval}, prune.final_step={prune.final_step}"
 )
@@ -160,6 +162,40 @@ REFUSALS: tuple[Refusal, ...] = (
         "optim.lr=0.0 trains nothing",
         "The learning rate must be greater than 0",
         "Use 3e-4",
+    ),
+    Refusal(
+        lambda run: run.optim.name in MATRIX_RULES and run.prune.is_enabled,
+        "optim.name={optim.name!r} with pruned training",
+        "The update of a whole matrix is not zero where the matrix is pruned",
+        "Use optim.name='adamw', or prune nothing",
+    ),
+    Refusal(
+        lambda run: run.optim.name != "adamw" and run.optim.state_dtype == "int8",
+        "optim.name={optim.name!r} with optim.state_dtype='int8'",
+        "Only the moments of AdamW can have 8 bits",
+        "Use optim.state_dtype='bf16' or 'master'",
+    ),
+    Refusal(
+        lambda run: run.optim.name in MATRIX_RULES and bool(run.lora.rank or run.lora.init_from),
+        "optim.name={optim.name!r} with adapters (lora.rank={lora.rank})",
+        "The factors of an adapter are not hidden matrices, so that nothing is left to update",
+        "Use optim.name='adamw', or lora.rank=0",
+    ),
+    Refusal(
+        lambda run: run.optim.name in MATRIX_RULES and run.plan.cuda_graph,
+        "optim.name={optim.name!r} with plan.cuda_graph=True",
+        "A CUDA graph of a step is built for elementwise updates only",
+        "Use plan.cuda_graph=False",
+    ),
+    Refusal(
+        lambda run: (
+            run.optim.name == "jorge"
+            and run.optim.max_preconditioner_dim & (run.optim.max_preconditioner_dim - 1) != 0
+        ),
+        "optim.max_preconditioner_dim={optim.max_preconditioner_dim}",
+        "The side of a tile must be a power of two",
+        "Use {nearest}",
+        lambda run: {"nearest": 1 << (run.optim.max_preconditioner_dim.bit_length() - 1)},
     ),
     Refusal(
         lambda run: run.data.seq_len > run.model.sequence_limit,

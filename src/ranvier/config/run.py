@@ -43,6 +43,8 @@ from ranvier.system import safe_files
 
 ConfigT = TypeVar("ConfigT")
 FINETUNING_LR = 2e-5
+SGD_LR = 0.1
+MUON_LR = 0.02
 """Learning rate of pretrained models."""
 
 
@@ -95,7 +97,14 @@ class RunConfig:
         # 10% of all steps, at least 10.
         if warmup == -1:
             warmup = min(max(steps // 10, 10), steps)
-        optim = dataclasses.replace(self.optim, lr=self.peak_lr, warmup_steps=warmup)
+        optim = dataclasses.replace(
+            self.optim,
+            lr=self.peak_lr,
+            adamw_lr=self.adamw_peak_lr,
+            momentum=self.momentum,
+            weight_decay=self.weight_decay,
+            warmup_steps=warmup,
+        )
         return dataclasses.replace(self, plan=plan, optim=optim)
 
     @property
@@ -115,10 +124,43 @@ class RunConfig:
 
     @property
     def peak_lr(self) -> float:
-        """Learning rate after warm-up: the configured one, or one derived from the width of the
-        model."""
+        """Learning rate after warm-up: the configured one, or one that suits the optimizer."""
         if self.optim.lr is not None:
             return self.optim.lr
+        if self.optim.name in ("sgd", "jorge"):
+            return SGD_LR
+        if self.optim.name == "muon" and self.optim.muon_adjust_lr == "original":
+            return MUON_LR
+        return self._default_adamw_lr
+
+    @property
+    def adamw_peak_lr(self) -> float:
+        """Learning rate after warm-up of the parameters that muon or jorge leave to AdamW."""
+        if self.optim.adamw_lr is not None:
+            return self.optim.adamw_lr
+        if self.optim.name == "jorge" or (
+            self.optim.name == "muon" and self.optim.muon_adjust_lr == "original"
+        ):
+            return self._default_adamw_lr
+        return self.peak_lr
+
+    @property
+    def momentum(self) -> float:
+        """Decay rate of the momentum of muon, jorge or sgd."""
+        if self.optim.momentum is not None:
+            return self.optim.momentum
+        return 0.95 if self.optim.name == "muon" else 0.9
+
+    @property
+    def weight_decay(self) -> float:
+        """Weight decay of matrices."""
+        if self.optim.weight_decay is not None:
+            return self.optim.weight_decay
+        return 1e-4 if self.optim.name in ("sgd", "jorge") else 0.1
+
+    @property
+    def _default_adamw_lr(self) -> float:
+        """The learning rate of AdamW, derived from the width of the model."""
         if self.starts_from_trained_weights:
             # Adapters use 10 times the learning rate.
             return FINETUNING_LR * (10.0 if self.lora.rank > 0 or self.lora.init_from else 1.0)

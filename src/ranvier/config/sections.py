@@ -222,12 +222,21 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """AdamW and its learning rate schedule."""
+    """The optimizer and its learning rate schedule."""
 
+    name: Literal["adamw", "muon", "jorge", "sgd"] = "adamw"
+    """Update rule. adamw and sgd (with momentum) update all parameters. muon and jorge update
+    hidden matrices, i.e. matrices of blocks except routers and adapters, and AdamW updates the
+    rest: embeddings, head, norms, biases. muon orthogonalizes the momentum of each matrix. jorge
+    preconditions gradients as Shampoo does."""
     lr: float | None = setting(None, minimum=0.0, usual=3e-4)
     """Peak learning rate, reached after warm-up. The default is 2e-5 for a pretrained model and
     2e-4 for its adapters. Otherwise it is 0.576 / embed · min(1, 6 · sqrt(tokens per step) /
-    embed), where 0.576 / embed is 3e-3 for tiny and 2.8e-4 for llama3-1b."""
+    embed), where 0.576 / embed is 3e-3 for tiny and 2.8e-4 for llama3-1b. sgd and jorge, and muon
+    with muon_adjust_lr = original, have other scales: their default is 0.1 and 0.02."""
+    adamw_lr: float | None = setting(None, minimum=0.0)
+    """Peak learning rate of the parameters that muon or jorge leave to AdamW. The default is lr for
+    muon with muon_adjust_lr = match_rms_adamw, and otherwise the default rate of AdamW."""
     schedule: Literal["cosine", "wsd"] = "cosine"
     """Schedule after warm-up: cosine decay, or wsd (constant, then linear decay)."""
     warmup_steps: int = setting(-1, minimum=-1, unit="steps")
@@ -237,21 +246,54 @@ class OptimConfig:
     min_lr_ratio: float = setting(0.1, fraction=True, usual=0.1)
     """Final learning rate as a fraction of lr."""
     beta1: float = setting(0.9, fraction=True, usual=0.9)
-    """Decay rate of the first moment."""
+    """Decay rate of the first moment of AdamW."""
     beta2: float = setting(0.95, fraction=True, usual=0.95)
-    """Decay rate of the second moment."""
+    """Decay rate of the second moment of AdamW."""
     eps: float = setting(1e-8, minimum=1e-30)
-    """Term added to the square root of the second moment."""
+    """Term added to the square root of the second moment of AdamW."""
+    momentum: float | None = setting(None, fraction=True)
+    """Decay rate of the momentum of muon (default 0.95), jorge and sgd (0.9)."""
+    muon_nesterov: bool = True
+    """Whether muon orthogonalizes the Nesterov momentum."""
+    muon_adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """Factor of the learning rate of a matrix with muon. match_rms_adamw: 0.2 sqrt(max(rows,
+    cols)), with which updates are as large as those of AdamW, so that its learning rate and weight
+    decay carry over. original: sqrt(max(1, rows / cols))."""
+    muon_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315)
+    """Coefficients a, b, c of a step X ← aX + (bA + cA²)X, A = XXᵀ, of the Newton-Schulz iteration
+    of muon."""
+    muon_steps: int = setting(5, minimum=1)
+    """Steps of the iteration."""
+    muon_dtype: Literal["auto", "bf16", "fp32", "master"] = "auto"
+    """Data type of the iteration, in which updates also travel between ranks. auto: bf16 on CUDA,
+    and the type of the master weights on a CPU."""
+    jorge_variant: Literal["symmetric", "plain"] = "symmetric"
+    """Form of the preconditioner of jorge. symmetric: it is kept symmetric, which is more accurate.
+    plain: the published form."""
+    max_preconditioner_dim: int = setting(1024, minimum=2)
+    """Side of the tiles of a matrix that jorge preconditions separately, a power of two. Larger
+    tiles are more accurate and need more memory and time."""
+    precondition_interval: int = setting(1, minimum=1, unit="steps")
+    """Steps from one update of the preconditioners of jorge to the next."""
+    preconditioner_eps: float = setting(1e-6, minimum=1e-30)
+    """Preconditioners of jorge begin with eps^(-1/4) times the identity."""
+    grafting: bool = True
+    """Whether an update of jorge has the norm of the update of SGD, whose learning rate then
+    carries over."""
     state_dtype: Literal["master", "bf16", "int8"] = "master"
-    """Data type of both Adam moments of matrices. master: the type of the master weights (fp32, or
-    fp64 in fp64 runs). bf16 takes half the memory of fp32. int8 takes a quarter, with one scale per
-    256 values. Both are rounded stochastically so that small changes are not lost."""
-    weight_decay: float = setting(0.1, minimum=0.0)
-    """Weight decay of matrices: parameters with at least two named dims, excluding embeddings."""
+    """Data type of the moments of matrices. master: the type of the master weights (fp32, or fp64
+    in fp64 runs). bf16 takes half the memory of fp32. int8 takes a quarter, with one scale per 256
+    values; it is for AdamW only. Both are rounded stochastically so that small changes are not
+    lost."""
+    weight_decay: float | None = setting(None, minimum=0.0)
+    """Weight decay of matrices: parameters with at least two named dims, excluding embeddings. The
+    default is 0.1 for adamw and muon, and 1e-4 for sgd and jorge. It is decoupled from the gradient
+    except with sgd. jorge divides it by 1 - momentum, so that the value of a run with sgd carries
+    over."""
     max_grad_norm: float = setting(1.0, minimum=0.0)
     """Maximum gradient norm; larger gradients are clipped. 0 disables clipping."""
     matrix_lr_scale: float = setting(1.0, minimum=0.0)
-    """Multiplier of the learning rate of matrices."""
+    """Multiplier of the learning rate of matrices, with any optimizer."""
     embedding_lr_scale: float = setting(1.0, minimum=0.0)
     """Multiplier of the learning rate of embeddings, including a tied output head."""
     vector_lr_scale: float = setting(1.0, minimum=0.0)

@@ -1,10 +1,11 @@
-"""Optimizer: AdamW on the optimizer shard of each bucket (ZeRO-1).
+"""Optimizer: AdamW, SGD, Muon or Jorge on the optimizer shard of each bucket (ZeRO-1).
 
 Gradients are reduce-scattered over the replica axis of a bucket: all ranks with the same shards
 (data, context, and expert for dense weights). Each rank updates its optimizer shard at least in
 fp32 (with master weights if the working weights are 16-bit), and the new values are all-gathered
 over the same ranks. The gradient norm counts each shard once and needs one all-reduce of one
-number.
+number. Muon and Jorge update hidden matrices, which travel to one rank for the moment of their
+update (`matrix_update`); AdamW updates all other weights.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from ranvier.comm import collectives
 from ranvier.comm.accumulator import Pieces
 from ranvier.comm.streams import wait_for_event
 from ranvier.grid import Grid
-from ranvier.optim import fused_adamw, pruning
+from ranvier.optim import fused_adamw, pruning, sgd
 from ranvier.optim.adamw import UpdateScalars
 from ranvier.optim.cpu_adamw import HostScalars
 from ranvier.optim.grad_norm import GradNormAccumulator
@@ -36,11 +37,15 @@ from ranvier.optim.low_precision_states import (
     moment_dtype,
     quantize_moment,
 )
+from ranvier.optim.matrix_update import MasterUpdate, MatrixUpdate, PassRule
 from ranvier.optim.pruning import MaskFunction
+from ranvier.optim.rules import Jorge, Muon, Rule, Sgd
 from ranvier.optim.state_store import StateStore, StateTensors, UpdateRule, UpdateRules
 from ranvier.optim.state_tiles import StatePlacement, Tile
 from ranvier.sharding import ShardedStateDict
 
+STATE_KINDS = ("mean", "square", "momentum", "preconditioned")
+"""States of a weight under any rule, in addition to its master weight."""
 MASK = "mask"
 """Key suffix in a saved state for the mask of a pruned weight, which is 1 for kept elements."""
 
@@ -75,7 +80,7 @@ def clip_factor(norm: Tensor, limit: float) -> Tensor:
 
 
 class Optimizer:
-    """AdamW with sharded states (ZeRO-1), gradient clipping and mixed precision.
+    """AdamW (or another rule) with sharded states (ZeRO-1), gradient clipping and mixed precision.
 
     Master weights are stored in fp32 if the working weights are 16-bit. An update with a non-finite
     gradient norm is skipped; it is masked on the device, so the host does not wait for the norm.
@@ -95,6 +100,10 @@ class Optimizer:
         moments: Dtype of the moments of matrices and embeddings: "master" (the dtype of the master
             weights), "bf16" or "int8". The last two use stochastic rounding.
         home: Where states are stored and updated; on the device by default.
+        rule: Update rule: `rules.Sgd` for all weights, `rules.Muon` or `rules.Jorge` for hidden
+            matrices; AdamW for all others, and by default.
+        adamw_factor: Factor of the learning rate of the weights that the rule leaves to AdamW, in
+            addition to `factors`.
     """
 
     def __init__(
@@ -110,6 +119,8 @@ class Optimizer:
         scale: GradScaler | None = None,
         moments: MomentKind = "master",
         home: StatePlacement | None = None,
+        rule: Rule | None = None,
+        adamw_factor: float = 1.0,
     ) -> None:
         """Allocates the states of all trainable buckets."""
         self.bucket_scheduler = queue
@@ -127,12 +138,18 @@ class Optimizer:
         self._norm_accumulator = queue.on_bucket_complete = GradNormAccumulator()
         device = queue.device
         self.moment_kind, self.state_placement = moments, home or StatePlacement()
+        self.rule, self.adamw_factor = rule, adamw_factor
         self.state_store = self._build_store()
         """Master weights and moments."""
         self._exported_states: dict[Bucket, StateTensors] = {}
         """Decoded copies of 8-bit or pruned states that were exported and that a loader may
         fill."""
         self._rounding_keys: dict[ShardedParameter, RoundingKey] = {}
+        matrices = [bucket for bucket in self.buckets if self._is_matrix_bucket(bucket)]
+        self.matrix_update: MatrixUpdate | None = None
+        """The update of whole matrices; None if there are none or if the rule needs none."""
+        if isinstance(rule, Muon | Jorge) and matrices:
+            self.matrix_update = MatrixUpdate(rule, matrices, self.grid, device, self._rounding_key)
         self.reload_master_weights()
         # On the device, as only the device knows whether an update is skipped and must not be
         # counted.
@@ -148,10 +165,24 @@ class Optimizer:
 
     def _build_store(self) -> StateStore:
         kinds = {
-            bucket: _state_dtypes(bucket, self.moment_kind, self.state_placement)
+            bucket: _state_dtypes(
+                bucket, self._moment_names(bucket), self.moment_kind, self.state_placement
+            )
             for bucket in self.buckets
         }
         return StateStore(kinds, self.state_placement, self.bucket_scheduler.device)
+
+    def _is_matrix_bucket(self, bucket: Bucket) -> bool:
+        """Whether the rule updates the weights of a bucket as whole matrices."""
+        return isinstance(self.rule, Muon | Jorge) and bucket.spec.has_matrices
+
+    def _moment_names(self, bucket: Bucket) -> tuple[str, ...]:
+        """Returns the states of a bucket, in addition to its master weights."""
+        if isinstance(self.rule, Sgd):
+            return self.rule.state_kinds
+        if self.rule is not None and self._is_matrix_bucket(bucket):
+            return self.rule.state_kinds
+        return ("mean", "square")
 
     @property
     def master_weights(self) -> dict[Bucket, Tensor]:
@@ -267,30 +298,66 @@ class Optimizer:
         return norm, factor
 
     def _update_buckets(self, grads: Sequence[tuple[Bucket, Pieces]], now: UpdateScalars) -> None:
-        """Updates all buckets, first those with states on the device, then the offloaded ones."""
-        rule = partial(self._update_tile, now)
+        """Updates all buckets: whole matrices, and all others elementwise."""
+        matrices = [one for one in grads if self._is_matrix_bucket(one[0])]
+        others = [one for one in grads if not self._is_matrix_bucket(one[0])]
+        if self.matrix_update is not None:
+            self.matrix_update.update(
+                matrices,
+                now,
+                partial(self._run_pass, now),
+                self._update_matrix_tile,
+                share=self.lr_factors.get("matrix", 1.0),
+                decay=self.weight_decays.get("matrix", 0.0),
+                states=self.state_store.states,
+                updates=lambda: int(self.num_updates.item()),
+            )
+        # CPU updates of small tiles are batched: one kernel call per parameter group.
+        together: dict[ParamGroup, list[fused_adamw.CpuUpdate]] = {}
+        self._run_pass(now, others, self._update_tile, together=together)
+        self._apply_cpu_batches(together, now)
+
+    def _run_pass(
+        self,
+        now: UpdateScalars,
+        work: Sequence[tuple[Bucket, Pieces]],
+        rule: PassRule,
+        writes_weights: bool = True,
+        together: dict[ParamGroup, list[fused_adamw.CpuUpdate]] | None = None,
+    ) -> None:
+        """Applies a rule to all tiles of buckets, first those with states on the device.
+
+        A pass that writes no weights is complete on return, except for the device's own work.
+        together: collects updates that a CPU kernel can batch.
+        """
+        here = partial(rule, now)
+        resident = here if together is None else partial(self._batch_cpu_update, together, here)
+        for bucket, pieces in work:
+            for tile in (
+                () if self.state_store.is_offloaded(bucket) else self.state_store.tiles[bucket]
+            ):
+                self.state_store.update_resident_tile(
+                    tile, pieces, resident, writes_weights=writes_weights
+                )
+        streamed = [one for one in work if self.state_store.is_offloaded(one[0])]
+        if not streamed:
+            return
         if self._updates_on_cpu:
             # Start copying the scalars now; the host waits for them only before its first tile.
             known = HostScalars.copy_from(now)
         else:
             known = None
-        # CPU updates of small tiles are batched: one kernel call per parameter group.
-        together: dict[ParamGroup, list[fused_adamw.CpuUpdate]] = {}
-        collect = partial(self._batch_cpu_update, together, rule)
-        for bucket, pieces in grads:
-            for tile in (
-                () if self.state_store.is_offloaded(bucket) else self.state_store.tiles[bucket]
-            ):
-                self.state_store.update_resident_tile(tile, pieces, collect)
-        self._apply_cpu_batches(together, now)
-        host = partial(self._host_rule, known)
-        streamed = [one for one in grads if self.state_store.is_offloaded(one[0])]
-        self.state_store.update_offloaded(streamed, UpdateRules(rule, host))
+        host = partial(self._host_rule, rule, known)
+        self.state_store.update_offloaded(streamed, UpdateRules(here, host, writes_weights))
+        if not writes_weights:
+            for bucket, _ in streamed:
+                bucket.wait_for_update()
+            self.state_store.synchronize()
 
-    def _host_rule(self, known: HostScalars | None) -> UpdateRule:
+    def _host_rule(self, rule: PassRule, known: HostScalars | None) -> UpdateRule:
         """Returns the update rule for the CPU; waits until the norm is on the host."""
         assert known is not None
-        return partial(self._update_tile, known.wait())
+        return partial(rule, known.wait())
 
     def _batch_cpu_update(
         self,
@@ -303,7 +370,12 @@ class Optimizer:
     ) -> None:
         """Queues an update if the CPU kernel can batch it with others, or else applies it."""
         bucket = tile.bucket
-        if out is None and bucket.sparsity_mask is None and "master" not in held:
+        if (
+            out is None
+            and bucket.sparsity_mask is None
+            and "master" not in held
+            and "square" in held
+        ):
             master = bucket.take_optimizer_shard(bucket.data)[tile.as_slice]
             moments = Moments(held["mean"], held["square"], held.get("scales"))
             if fused_adamw.can_use_cpu_kernel(master, moments) and grad.dtype == master.dtype:
@@ -326,7 +398,7 @@ class Optimizer:
             fused_adamw.cpu_adamw(
                 updates,
                 now=now,
-                share=self.lr_factors.get(group, 1.0),
+                share=self._lr_factor(group),
                 eps=self.eps,
                 decay=self.weight_decays.get(group, 0.0),
             )
@@ -334,34 +406,65 @@ class Optimizer:
     def _update_tile(
         self, now: UpdateScalars, tile: Tile, held: StateTensors, grad: Tensor, out: Tensor | None
     ) -> None:
-        """Updates the states of a tile and its working weights."""
+        """Updates the states of a tile and its working weights elementwise."""
         bucket = tile.bucket
-        group = tile.bucket.weights[0].param_group
-        # The new weights are written to `out` (which the caller copies), to the bucket, or, for a
-        # pruned bucket, to a compressed master copy that is then written to the bucket.
-        working = out
-        if out is None and bucket.sparsity_mask is None:
-            working = bucket.take_optimizer_shard(bucket.data)[tile.as_slice]
+        group = bucket.weights[0].param_group
+        share = self._lr_factor(group)
+        decay = self.weight_decays.get(group, 0.0)
+        working = self._working_weights(tile, out)
         master = held.get("master", working)
         assert master is not None, bucket.name
+        if isinstance(self.rule, Sgd):
+            sgd.sgd_update(
+                master,
+                held["momentum"],
+                grad,
+                now=now,
+                beta=self.rule.momentum,
+                share=share,
+                decay=decay,
+            )
+            self._publish_weights(tile, master, working)
+            return
         moments = Moments(held["mean"], held["square"], held.get("scales"))
-        rule: Callable[..., None] = partial(fused_adamw.fused_adamw, key=self._rounding_key(tile))
+        adamw: Callable[..., None] = partial(fused_adamw.fused_adamw, key=self._rounding_key(tile))
         if out is None and working is not master:
-            rule = partial(rule, out=working)
-        rule(
-            master,
-            grad,
-            moments,
-            now=now,
-            share=self.lr_factors.get(group, 1.0),
-            eps=self.eps,
-            decay=self.weight_decays.get(group, 0.0),
-        )
+            adamw = partial(adamw, out=working)
+        adamw(master, grad, moments, now=now, share=share, eps=self.eps, decay=decay)
         # Copy even if the update is skipped: the buffer may contain the weights of another tile.
-        if out is not None:
-            out.copy_(master)
-        elif bucket.sparsity_mask is not None:
-            bucket.write_optimizer_shard(tile.start, master)
+        if out is not None or bucket.sparsity_mask is not None:
+            self._publish_weights(tile, master, working)
+
+    def _lr_factor(self, group: ParamGroup) -> float:
+        """Returns the factor of the learning rate of a group that is updated elementwise."""
+        return self.lr_factors.get(group, 1.0) * self.adamw_factor
+
+    def _working_weights(self, tile: Tile, out: Tensor | None) -> Tensor | None:
+        """Returns where the new working weights of a tile are written.
+
+        To `out` (which the caller copies), to the bucket, or, for a pruned bucket (None), to a
+        compressed master copy that is then written to the bucket.
+        """
+        if out is None and tile.bucket.sparsity_mask is None:
+            return tile.bucket.take_optimizer_shard(tile.bucket.data)[tile.as_slice]
+        return out
+
+    def _publish_weights(self, tile: Tile, master: Tensor, working: Tensor | None) -> None:
+        """Writes the master weights of a tile to its working weights."""
+        if tile.bucket.sparsity_mask is not None:
+            tile.bucket.write_optimizer_shard(tile.start, master)
+        elif working is not None and working is not master:
+            working.copy_(master)
+
+    def _update_matrix_tile(
+        self, update: MasterUpdate, tile: Tile, held: StateTensors, out: Tensor | None
+    ) -> None:
+        """Updates the master weights of a tile of matrices, and writes its working weights."""
+        working = self._working_weights(tile, out)
+        master = held.get("master", working)
+        assert master is not None, tile.bucket.name
+        update(master)
+        self._publish_weights(tile, master, working)
 
     @property
     def _updates_on_cpu(self) -> bool:
@@ -407,7 +510,11 @@ class Optimizer:
 
         8-bit moments are dequantized. States of pruned weights are dense with zeros, plus a mask.
         """
-        return self._export_states(self.buckets)
+        return {**self._export_states(self.buckets), **self.owner_states()}
+
+    def owner_states(self) -> ShardedStateDict:
+        """Returns the states of whole matrices that this rank owns, by parameter name and kind."""
+        return {} if self.matrix_update is None else self.matrix_update.owner_states()
 
     def sparse_state(self) -> tuple[ShardedStateDict, dict[str, CompressedTensor]]:
         """Returns `sharded_state` with pruned weights as kept values and bit masks."""
@@ -444,9 +551,12 @@ class Optimizer:
         the next one is requested, the last part by `finish_restore`.
         """
         copied = [bucket for bucket in self.buckets if self._exports_copies(bucket)]
-        for some in ([b for b in self.buckets if b not in copied], *([b] for b in copied)):
+        views = [bucket for bucket in self.buckets if bucket not in copied]
+        for some in (views, *([bucket] for bucket in copied)):
             self._import_states()
             state = self._export_states(some)
+            if some is views:
+                state |= self.owner_states()
             # Masks are not restored here: `prune_weights` sets them before states are loaded.
             yield {name: x for name, x in state.items() if not name.endswith(f".{MASK}")}
 
@@ -454,7 +564,7 @@ class Optimizer:
         """Whether states are exported as copies instead of views."""
         return (
             bucket.sparsity_mask is not None
-            or self.state_store.state_dtypes[bucket]["mean"] == torch.uint8
+            or torch.uint8 in self.state_store.state_dtypes[bucket].values()
         )
 
     def _export_states(self, buckets: Sequence[Bucket]) -> ShardedStateDict:
@@ -496,7 +606,7 @@ class Optimizer:
     def _decoded_states(self, bucket: Bucket) -> StateTensors:
         """Returns the states of the optimizer shard `[optimizer_shard_size]`, dequantized."""
         held = {"master": self.master_weights[bucket], **self.state_store.states[bucket]}
-        if held["mean"].dtype != torch.uint8:
+        if all(x.dtype != torch.uint8 for x in held.values()):
             return held
         wide = {kind: torch.zeros(bucket.optimizer_shard_size) for kind in ("mean", "square")}
         for tile in self.state_store.tiles[bucket]:
@@ -608,7 +718,10 @@ class Optimizer:
                 bucket.sparsity_mask.write_dense(wholes[kind], 0, 0, whole)
         bucket.set_sparsity_mask(mask)
         self.state_store.resize_bucket(
-            bucket, _state_dtypes(bucket, self.moment_kind, self.state_placement)
+            bucket,
+            _state_dtypes(
+                bucket, self._moment_names(bucket), self.moment_kind, self.state_placement
+            ),
         )
         self._store_states(
             bucket, {kind: bucket.take_optimizer_shard(wholes.pop(kind)) for kind in list(wholes)}
@@ -616,7 +729,7 @@ class Optimizer:
 
 
 def _state_dtypes(
-    bucket: Bucket, moments: MomentKind, home: StatePlacement
+    bucket: Bucket, names: Sequence[str], moments: MomentKind, home: StatePlacement
 ) -> dict[str, torch.dtype]:
     """Returns the dtypes of the states of a bucket; fp32 weights on the device need no master."""
     working = bucket.data.dtype
@@ -636,4 +749,4 @@ def _state_dtypes(
         own = {"master": master}
     else:
         own = {}
-    return {**own, "mean": moment_dtype(kind, master), "square": moment_dtype(kind, master)}
+    return own | dict.fromkeys(names, moment_dtype(kind, master))

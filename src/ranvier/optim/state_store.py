@@ -61,6 +61,8 @@ class UpdateRules:
 
     device: UpdateRule
     host: Callable[[], UpdateRule]
+    writes_weights: bool = True
+    """Whether the rules compute new weights; otherwise they change states only."""
 
 
 @dataclass(eq=False)
@@ -112,6 +114,8 @@ class StateStore:
         self._error: BaseException | None = None
         self._rules: UpdateRules | None = None
         self._updating: dict[Bucket, PendingUpdate] = {}
+        self._pass_tiles: list[Tile] = []
+        """The tiles of the pass in progress, in order."""
 
     # ---- storage ------------------------------------------------------------------------
 
@@ -222,13 +226,15 @@ class StateStore:
 
     # ---- update -------------------------------------------------------------------------
 
-    def update_resident_tile(self, tile: Tile, pieces: Pieces, rule: UpdateRule) -> None:
+    def update_resident_tile(
+        self, tile: Tile, pieces: Pieces, rule: UpdateRule, *, writes_weights: bool = True
+    ) -> None:
         """Updates a tile whose states are on the device."""
         held = self.tile_states(tile)
         bucket = tile.bucket
         out = None
         # If the weights are offloaded but their states are not, update a buffer and copy it.
-        if bucket.host_data is not None:
+        if bucket.host_data is not None and writes_weights:
             out = torch.empty(tile.stop - tile.start, dtype=bucket.data.dtype, device=self.device)
         for at, grad in grads_in_tile(tile, pieces):
             self._apply_rule(rule, held, tile, at, grad.to(self.device, non_blocking=True), out)
@@ -236,9 +242,10 @@ class StateStore:
             bucket.write_optimizer_shard(tile.start, out)
 
     def update_offloaded(self, work: Sequence[tuple[Bucket, Pieces]], rules: UpdateRules) -> None:
-        """Starts the update of buckets with offloaded states.
+        """Starts the update of some buckets with offloaded states.
 
-        Each bucket gets a `pending_update`, for which its next use waits.
+        A step may update different buckets one after the other, and buckets in several passes. Each
+        bucket gets a `pending_update`, for which its next use waits.
         """
         if not work:
             return
@@ -252,12 +259,13 @@ class StateStore:
             bucket.pending_update = self._updating[bucket] = PendingUpdate(self.device, pieces)
         begin = record_current_event(self.device)
         parts = dict(work)
+        self._prepare_slots([tile for tile in self._offloaded_tiles if tile.bucket in parts])
         hosted = self.placement.update_device == "cpu"
         how = partial(
             self._update_on_host if hosted else self._update_on_device, parts, rules, begin
         )
         # A thread is needed only if the host blocks (disk, norm on the host, full launch queue).
-        many = self.device.type == "cuda" and len(self._offloaded_tiles) > MAX_QUEUED_TILES
+        many = self.device.type == "cuda" and len(self._pass_tiles) > MAX_QUEUED_TILES
         if not (hosted or many or self.placement.states == "disk"):
             self._run_inline(how)
             return
@@ -267,6 +275,17 @@ class StateStore:
         # Not a daemon, as a thread that copies during interpreter shutdown would crash the process.
         self._thread = threading.Thread(target=self._run_in_thread, args=(how,))
         self._thread.start()
+
+    def _prepare_slots(self, tiles: list[Tile]) -> None:
+        """Begins a pass over some tiles."""
+        if tiles == self._pass_tiles:
+            return
+        # The last pass had other tiles in these slots, and may still write states back that this
+        # one loads into another slot.
+        self._pass_tiles = tiles
+        for slot in self._slots:
+            slot.tile = None
+            slot.free_event = self._streams[2].record_event()
 
     def _run_inline(self, how: Callable[[], None]) -> None:
         """Runs the update in this thread; later uses of the buckets also raise its error."""
@@ -304,7 +323,7 @@ class StateStore:
 
         The gradients of each bucket are released after its update, as the next pass needs memory.
         """
-        order, (_, middle, outward) = self._offloaded_tiles, self._streams
+        order, (_, middle, outward) = self._pass_tiles, self._streams
         for i, tile in enumerate(order[:NUM_SLOTS]):
             self._load_tile(i, tile, parts[tile.bucket], begin)
         for i, tile in enumerate(order):
@@ -319,7 +338,7 @@ class StateStore:
                     )
             done = middle.record_event()
             with outward.run_after(done):
-                self._write_back_tile(slot, tile)
+                self._write_back_tile(slot, tile, rules)
             slot.free_event = outward.record_event()
             slot.tile = None
             slot.grads = []
@@ -412,11 +431,11 @@ class StateStore:
                 slot.grads = [self._grad_on_device(slot, *one) for one in slot.grads]
             slot.ready_event = inward.record_event()
 
-    def _write_back_tile(self, slot: TileSlot, tile: Tile) -> None:
+    def _write_back_tile(self, slot: TileSlot, tile: Tile, rules: UpdateRules) -> None:
         """Copies the states of a tile back, and its new weights if they are offloaded."""
         for name, mine in self.tile_states(tile).items():
             mine.copy_(slot.tensors[name], non_blocking=True)
-        if tile.bucket.host_data is not None:
+        if tile.bucket.host_data is not None and rules.writes_weights:
             tile.bucket.write_optimizer_shard(tile.start, slot.tensors["out"])
 
     def _grad_on_device(self, slot: TileSlot, at: int, grad: Tensor) -> tuple[int, Tensor]:
@@ -453,9 +472,7 @@ class StateStore:
     ) -> None:
         """Copies gradients to the host, updates states on the CPU, and copies weights back."""
         jobs = [
-            (tile, *x)
-            for tile in self._offloaded_tiles
-            for x in grads_in_tile(tile, parts[tile.bucket])
+            (tile, *x) for tile in self._pass_tiles for x in grads_in_tile(tile, parts[tile.bucket])
         ]
         tiles = [tile for tile, _, _ in jobs]
         waiting = deque(jobs)
@@ -475,7 +492,8 @@ class StateStore:
             ((at, came),) = slot.grads
             out = self._carve_tensors(slot.memory, tile)["out"]
             self._apply_rule(rule, self.tile_states(tile), tile, at, came, out)
-            mark = self._copy_weights_back(slot, tile, at, out[at : at + came.numel()])
+            new = out[at : at + came.numel()] if rules.writes_weights else out[:0]
+            mark = self._copy_weights_back(slot, tile, at, new)
             if i + 1 == len(tiles) or tiles[i + 1].bucket is not tile.bucket:
                 self._finish_bucket(tile.bucket, mark)
 

@@ -83,14 +83,15 @@ def split_into_tiles(bucket: Bucket, types: Mapping[str, torch.dtype], size: int
     element index.
     """
     spans: list[tuple[int, int, ShardedParameter | None]] = [(0, bucket.optimizer_shard_size, None)]
-    if types["mean"].itemsize < bucket.bucket_scheduler.reduce_dtype.itemsize:
+    moments = [dtype for kind, dtype in types.items() if kind != "master"]
+    if any(dtype.itemsize < bucket.bucket_scheduler.reduce_dtype.itemsize for dtype in moments):
         spans = [(*bucket.state_range(weight), weight) for weight in bucket.weights]
     # Tiles contain whole quantization blocks, so that a scale belongs to exactly one tile.
     step = max(size // BLOCK_SIZE, 1) * BLOCK_SIZE
     for start, stop, weight in spans:
         for at in range(start, stop, step):
             count = min(step, stop - at)
-            if types["mean"] == torch.uint8:
+            if torch.uint8 in moments:
                 blocks = -(-count // BLOCK_SIZE)
             else:
                 blocks = 0

@@ -7,17 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ranvier.buckets import spec
 from ranvier.buckets.bucket import ShardedParameter
+from ranvier.buckets.matrix_owners import OWNER_AXES, MatrixOwners
 from ranvier.buckets.scheduler import BucketScheduler
 from ranvier.buckets.spec import ElementSizes, ParamGroup
 from ranvier.comm.consensus import world_axis
 from ranvier.config.plan import ContextOrder, Recompute
 from ranvier.cost.layers import ActivationShape, AxisGroup
+from ranvier.cost.matrix_optimizers import MatrixRuleCost
 from ranvier.errors import ShardingError
 from ranvier.grid import Axis, Grid
 from ranvier.nn.compile import CompiledBlocks
@@ -28,8 +31,22 @@ from ranvier.nn.lm_head import LMHead
 from ranvier.nn.moe.layer import ROUTING_STATS
 from ranvier.nn.moe.load_balancing import LoadBalancer
 from ranvier.pipeline.pipeline import Pipeline
-from ranvier.sharding import ShardedStateDict, ShardingTable, TokenOrder
+from ranvier.sharding import Dim, ShardedStateDict, ShardingTable, TokenOrder, matrix_dims
 from ranvier.trace import Event
+
+
+class WeightSummary(NamedTuple):
+    """Properties of a weight that do not depend on the grid."""
+
+    param_group: ParamGroup
+    trainable: bool
+    num_elements: int
+    dims: tuple[Dim, ...] = ()
+
+    @property
+    def is_hidden_matrix(self) -> bool:
+        """Whether Muon and Jorge update it, instead of AdamW."""
+        return self.param_group == "matrix" and matrix_dims(self.dims) is not None
 
 
 @dataclass(eq=False)
@@ -57,8 +74,8 @@ class ParallelModel:
     """The stages of the model on this rank, and their schedule."""
     sizes: Mapping[str, int]
     """Number of units of each named dim."""
-    weight_summaries: dict[str, tuple[ParamGroup, bool, int]]
-    """(parameter group, trainable, number of elements) of every weight of all stages."""
+    weight_summaries: dict[str, WeightSummary]
+    """Properties of every weight of all stages."""
     compiled_blocks: CompiledBlocks | None = None
     """The compiled blocks; None without compilation."""
     load_balancer: LoadBalancer | None = None
@@ -225,11 +242,14 @@ class ParallelModel:
         weights = [weight for leaf in leaves for weight in leaf.handles.values()]
         return [weight.bucket.name for weight in weights if weight.is_gathered]
 
-    def update_events(self, *, votes: int = 0) -> list[Event]:
+    def update_events(
+        self, *, votes: int = 0, matrix_rule: MatrixRuleCost | None = None
+    ) -> list[Event]:
         """Predicts the communication of the optimizer step: gradients, norm, updated weights.
 
         Args:
             votes: How many more numbers are reduced together with the gradient norm.
+            matrix_rule: The rule of hidden matrices, if it needs them whole.
         """
         queue = self.bucket_scheduler
         depth = AxisGroup(queue.gather_axis.names, queue.gather_axis.size)
@@ -238,6 +258,10 @@ class ParallelModel:
             for bucket in queue.buckets
             for event in spec.optimizer_step_events(bucket.traffic, depth, self._element_sizes)
         ]
+        if matrix_rule is not None:
+            specs = [bucket.spec for bucket in queue.buckets]
+            owners = MatrixOwners.assign(specs, self.grid.degrees, matrix_rule)
+            found += owners.events(self.grid.axis_without_group(*OWNER_AXES).index)
         if self.load_balancer is not None and self.load_balancer.axis.size > 1:
             numbers = len(self.load_balancer.layer_names) * (
                 self.load_balancer.num_experts + len(ROUTING_STATS)

@@ -22,7 +22,7 @@ from ranvier import sharding
 from ranvier.buckets.assignment import assign_buckets
 from ranvier.buckets.bucket import ShardedParameter
 from ranvier.buckets.scheduler import BucketScheduler
-from ranvier.buckets.spec import VECTORS, ParamGroup
+from ranvier.buckets.spec import VECTORS
 from ranvier.config.plan import AXES, Plan, Recompute
 from ranvier.errors import PlanError, ShardingError
 from ranvier.grid import Grid
@@ -50,6 +50,7 @@ from ranvier.parallel.input_check import InputExpectation, check_inputs
 from ranvier.parallel.input_layout import ActivationLayout, default_input_dims
 from ranvier.parallel.parallel_model import (
     ParallelModel,
+    WeightSummary,
     enclosing_block,
     find_blocks,
     get_parallel_model,
@@ -342,12 +343,14 @@ def _build_parallel_model(
     _refuse_unnamed(model, site)
     balance = _build_load_balancer(site, found)
     # Summarize the whole model before `build_stage` drops the layers of other stages.
-    shapes: dict[str, tuple[ParamGroup, bool, int]] = {
-        name: (weight.param_group, weight.trainable, math.prod(weight.sharding.shape))
+    shapes = {
+        name: WeightSummary(
+            weight.param_group, weight.trainable, math.prod(weight.sharding.shape), weight.dims
+        )
         for name, weight in site.weights.items()
     }
     for name, (bias, _) in (balance.sharded_state if balance is not None else {}).items():
-        shapes[name] = ("vector", False, bias.numel())
+        shapes[name] = WeightSummary("vector", False, bias.numel())
     runtime = PipelineExecutor(
         site.grid,
         build_stage(model, site, found, how),

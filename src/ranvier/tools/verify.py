@@ -27,21 +27,25 @@ from ranvier.config.resolved_run import ResolvedRun
 from ranvier.config.run import RunConfig
 from ranvier.config.sections import ModelConfig
 from ranvier.cost.layers import ActivationShape
+from ranvier.cost.matrix_optimizers import MatrixRuleCost
 from ranvier.data.batch import Batch, SampleBatch, batch_type
 from ranvier.errors import STOPPED_EXIT_CODE, PlanError, UnsafeInputError, WriteError
 from ranvier.grid import Grid
 from ranvier.launch import ProcessInfo
 from ranvier.nn.context_documents import ContextDocuments
 from ranvier.optim.optimizer import Optimizer
-from ranvier.parallel.parallel_model import ParallelModel, get_parallel_model
+from ranvier.optim.rules import Jorge, Muon
+from ranvier.parallel.parallel_model import ParallelModel, WeightSummary, get_parallel_model
 from ranvier.parallel.parallelize import parallelize
 from ranvier.sharding import Shard, TokenOrder
 from ranvier.system.terminal import print
+from ranvier.tools.serial_optimizer import build_serial_optimizer, serial_param_groups
 from ranvier.tools.shrink import ShrunkSizes
 from ranvier.tools.verify_run import NOISE_RATIO, SAVED_STEPS, train_and_judge
 from ranvier.trace import Event, communication_events, diff_events
 from ranvier.train import resolve
 from ranvier.train.collective_algorithms import find_nodes
+from ranvier.train.memory.resolve import build_rule, lr_factors
 from ranvier.train.step import forward_backward
 
 ONE_PASS_LIMIT = 1e-12
@@ -88,6 +92,8 @@ def shrink_run(run: ResolvedRun) -> ResolvedRun:
             stage_time_jitter=0.0,
         ),
         data=replace(run.data, seq_len=sizes.seq),
+        # The serial model iterates in float64.
+        optim=replace(run.optim, muon_dtype="master"),
         lora=replace(run.lora, dropout=0.0, layers=(), init_from=""),
     )
 
@@ -105,21 +111,24 @@ class SerialSteps:
 
     @classmethod
     def run_serially(
-        cls, model: nn.Module, batch: SampleBatch, run: RunConfig, decays: Mapping[str, bool]
+        cls,
+        model: nn.Module,
+        batch: SampleBatch,
+        run: RunConfig,
+        weights: Mapping[str, WeightSummary],
     ) -> SerialSteps:
-        """Takes a few steps with torch's AdamW."""
+        """Takes a few steps with the optimizer of the run in plain PyTorch."""
         optim = run.optim
         named = list(model.named_parameters())
-        # One group per parameter, because weight decay applies only to matrices.
-        optimizer = torch.optim.AdamW(
-            [
-                {"params": [p], "weight_decay": optim.weight_decay * decays[name]}
-                for name, p in named
-            ],
+        optimizer = build_serial_optimizer(
+            serial_param_groups(run, dict(named), weights),
+            build_rule(run),
             lr=run.peak_lr,
             betas=(optim.beta1, optim.beta2),
             eps=optim.eps,
         )
+        for group in optimizer.param_groups:
+            group["lr"] = run.peak_lr * group["factor"]
         found = cls([], [], [], {}, {})
         count = batch.count_targets()
         for step in range(COMPARED_STEPS):
@@ -277,17 +286,20 @@ def compare_with_serial(
     )
     parallel = get_parallel_model(model)
     parallel.step_context.save_policy.collectives = run.memory.recompute_collectives
-    decays = {name: group == "matrix" for name, (group, _, _) in parallel.weight_summaries.items()}
-    reference = SerialSteps.run_serially(serial, batch, run, decays)
+    reference = SerialSteps.run_serially(serial, batch, run, parallel.weight_summaries)
     micros = batch.split_micro_batches(grid, run.plan.micro_batch, run.plan.token_order)
     optim = run.optim
+    rule = build_rule(run)
     optimizer = Optimizer(
         parallel.bucket_scheduler,
         lr=run.peak_lr,
         betas=(optim.beta1, optim.beta2),
         eps=optim.eps,
-        decay=optim.weight_decay,
+        decay=run.weight_decay,
         clip=optim.max_grad_norm,
+        factors=lr_factors(run),
+        rule=rule,
+        adamw_factor=run.adamw_peak_lr / run.peak_lr,
     )
     # Only the first step is traced, up to and including its update.
     with grid.trace.record_events() as events:
@@ -313,7 +325,8 @@ def compare_with_serial(
         for micro in micros
         if isinstance(micro, Batch) and isinstance(micro.documents, ContextDocuments)
     ]
-    predicted = predict_events(parallel, flow, run.plan.num_micro_batches, orders)
+    cost = rule.cost(torch.float64) if isinstance(rule, Muon | Jorge) else None
+    predicted = predict_events(parallel, flow, run.plan.num_micro_batches, orders, cost)
     return findings, diff_events(predicted, events, parallel.data_dependent_layers), events
 
 
@@ -340,15 +353,17 @@ def predict_events(
     flow: ActivationShape,
     micro_batches: int,
     token_orders: Sequence[tuple[TokenOrder, ...]] = (),
+    matrix_rule: MatrixRuleCost | None = None,
 ) -> list[Event]:
     """Returns the communication of one step: passes, update, and the two reduced numbers.
 
-    token_orders: order of the tokens over context of the samples of each micro-batch.
+    token_orders: order of the tokens over context of the samples of each micro-batch. matrix_rule:
+    the rule of hidden matrices, if it needs them whole.
     """
     axis = parallel.token_axis
     itemsize = parallel.bucket_scheduler.reduce_dtype.itemsize
     events = parallel.events(flow, micro_batches=micro_batches, token_orders=token_orders)
-    events += parallel.update_events()
+    events += parallel.update_events(matrix_rule=matrix_rule)
     if axis.size > 1:
         events.append(Event("all_reduce", axis.names, 8, "step.tokens"))
         events.append(Event("all_reduce", axis.names, itemsize, "step.loss"))
@@ -371,7 +386,7 @@ def _compare_tensors(
     floor = max(grad.abs().max().item() for grad in reference.grads.values())
     findings = list[Comparison]()
     state = parallel.sharded_state()
-    for name in (name for name, (_, trained, _) in parallel.weight_summaries.items() if trained):
+    for name in (name for name, known in parallel.weight_summaries.items() if known.trainable):
         want = reference.grads[name]
         size = want.abs().max().item()
         # A gradient that is zero in exact arithmetic has no magnitude to compare with.

@@ -43,7 +43,9 @@ from ranvier.optim import pruning
 from ranvier.optim.lr_schedule import lr_factor
 from ranvier.parallel.parallel_model import ParallelModel, get_parallel_model
 from ranvier.parallel.parallelize import parallelize
+from ranvier.tools.serial_optimizer import build_serial_optimizer, serial_param_groups
 from ranvier.train import train
+from ranvier.train.memory.resolve import build_rule
 from ranvier.train.resume import run_directory as folders
 
 SAVED_STEPS = 2
@@ -206,7 +208,7 @@ class SerialRun:
 
     @classmethod
     def train_serially(cls, folder: Path, run: RunConfig) -> SerialRun:
-        """Takes all steps with torch's AdamW; matrices are pruned as documented."""
+        """Takes all steps with the optimizer of the run in plain PyTorch, and prunes matrices."""
         seed = run.train.seed + (1 if run.train.init_from else 0)
         # Initial values come from the counter-based RNG, which is the same on any grid.
         parallel = _single_rank_model(run, seed)
@@ -225,7 +227,13 @@ class SerialRun:
             if pruning.is_prunable(weight)
         }
         found.prune_weights(run, pruned, step=0)
-        optimizer = _build_adamw(run, parallel, named)
+        optimizer = build_serial_optimizer(
+            serial_param_groups(run, named, parallel.weight_summaries),
+            build_rule(run),
+            lr=run.peak_lr,
+            betas=(run.optim.beta1, run.optim.beta2),
+            eps=run.optim.eps,
+        )
         data = data_source(run.model).open(run, _read_stored(folder)).train
         for step in range(TOTAL_STEPS):
             if run.prune.update_interval and 0 < step <= run.prune.final_step:
@@ -266,7 +274,7 @@ class SerialRun:
         self,
         run: RunConfig,
         model: nn.Module,
-        optimizer: torch.optim.AdamW,
+        optimizer: torch.optim.Optimizer,
         batch: SampleBatch,
         step: int,
     ) -> None:
@@ -312,25 +320,6 @@ class SerialRun:
                     param.mul_(self.masks[name].view(param.shape))
         for mixture in getattr(model, "moe_layers", ()):
             mixture.update_expert_bias()
-
-
-def _build_adamw(
-    run: RunConfig, parallel: ParallelModel, named: Mapping[str, nn.Parameter]
-) -> torch.optim.AdamW:
-    """Returns torch's AdamW with a parameter group for each weight."""
-    optim = run.optim
-    groups = [
-        {
-            "params": [param],
-            "weight_decay": optim.weight_decay
-            if parallel.weight_summaries[name][0] == "matrix"
-            else 0.0,
-            "factor": float(getattr(optim, f"{parallel.weight_summaries[name][0]}_lr_scale")),
-        }
-        for name, param in named.items()
-    ]
-    betas = (optim.beta1, optim.beta2)
-    return torch.optim.AdamW(groups, lr=run.peak_lr, betas=betas, eps=optim.eps)
 
 
 # ---- files of the run -------------------------------------------------------------------------

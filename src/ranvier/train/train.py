@@ -7,7 +7,7 @@ import json
 import platform
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, fields, replace
 from functools import partial
@@ -41,7 +41,7 @@ from ranvier.launch import (
     watch_for_hangs,
 )
 from ranvier.nn.compile import has_cached_graphs
-from ranvier.parallel.parallel_model import ParallelModel
+from ranvier.parallel.parallel_model import ParallelModel, WeightSummary
 from ranvier.system.terminal import command_line, print
 from ranvier.train import import_export, pruning
 from ranvier.train.collective_algorithms import (
@@ -448,12 +448,12 @@ def _print_farewell(trainer: Trainer, folder: Path) -> None:
 
 def count_parameters(parallel: ParallelModel) -> int:
     """Number of parameters of the whole model."""
-    return sum(elements for _, _, elements in parallel.weight_summaries.values())
+    return sum(weight.num_elements for weight in parallel.weight_summaries.values())
 
 
 def count_trainable(parallel: ParallelModel) -> int:
     """Number of trainable parameters of the whole model."""
-    return sum(elements for _, trained, elements in parallel.weight_summaries.values() if trained)
+    return sum(x.num_elements for x in parallel.weight_summaries.values() if x.trainable)
 
 
 def describe_groups(parallel: ParallelModel, run: RunConfig) -> list[str]:
@@ -463,25 +463,32 @@ def describe_groups(parallel: ParallelModel, run: RunConfig) -> list[str]:
     every = count_parameters(parallel)
     if count < every:
         lines.append(f"trainable: {count:,} of {every:,} parameters ({count / every:.2%})")
+    weights = [weight for weight in parallel.weight_summaries.values() if weight.trainable]
     for group in ("matrix", "embedding", "vector"):
-        members = [
-            n
-            for kind, trained, n in parallel.weight_summaries.values()
-            if kind == group and trained
-        ]
-        count = sum(members)
-        if group == "matrix":
-            decay = run.optim.weight_decay
-        else:
-            decay = 0.0
-        lr = run.peak_lr * float(getattr(run.optim, f"{group}_lr_scale"))
-        if members:
-            lines.append(
-                f"parameter group {group}: {count:,} parameters in {len(members)} "
-                f"{'tensor' if len(members) == 1 else 'tensors'}, lr {lr:g}, weight decay "
-                f"{decay:g}"
-            )
+        of_group = [weight for weight in weights if weight.param_group == group]
+        decay = run.weight_decay if group == "matrix" else 0.0
+        scale = float(getattr(run.optim, f"{group}_lr_scale"))
+        hidden = [weight for weight in of_group if weight.is_hidden_matrix]
+        if run.optim.name not in ("muon", "jorge"):
+            lines += _describe_group(group, of_group, run.peak_lr * scale, decay)
+            continue
+        lines += _describe_group(f"{group} ({run.optim.name})", hidden, run.peak_lr * scale, decay)
+        rest = [weight for weight in of_group if not weight.is_hidden_matrix]
+        lines += _describe_group(f"{group} (adamw)", rest, run.adamw_peak_lr * scale, decay)
     return lines
+
+
+def _describe_group(
+    name: str, weights: Sequence[WeightSummary], lr: float, decay: float
+) -> list[str]:
+    """A line about a parameter group; none if it is empty."""
+    if not weights:
+        return []
+    count = sum(weight.num_elements for weight in weights)
+    return [
+        f"parameter group {name}: {count:,} parameters in {len(weights)} "
+        f"{'tensor' if len(weights) == 1 else 'tensors'}, lr {lr:g}, weight decay {decay:g}"
+    ]
 
 
 def describe_grid(run: RunConfig) -> str:

@@ -233,7 +233,9 @@ def tensors_by_category(optimizer: Optimizer) -> dict[str, list[Tensor]]:
     return {
         "weights": [bucket.storage for bucket in optimizer.bucket_scheduler.buckets],
         "master": [held["master"] for held in held if "master" in held],
-        "moments": [held[kind] for held in held for kind in ("mean", "square")] + scales,
+        "moments": [x for states in held for kind, x in states.items() if kind != "master"]
+        + scales
+        + [x for x, _ in optimizer.owner_states().values()],
     }
 
 

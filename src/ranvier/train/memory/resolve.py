@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 from torch import nn
 
+from ranvier.buckets.spec import ParamGroup
 from ranvier.comm.consensus import broadcast_text, max_each, max_over_ranks
 from ranvier.config.run import RunConfig
 from ranvier.errors import PlanError
@@ -22,6 +23,7 @@ from ranvier.memory.host import host_bytes_per_rank
 from ranvier.memory.recompute_budget import RecomputeMode
 from ranvier.optim.grad_scaler import GradScaler
 from ranvier.optim.optimizer import Optimizer
+from ranvier.optim.rules import Jorge, Muon, Rule, Sgd
 from ranvier.parallel.parallel_model import ParallelModel, get_parallel_model
 from ranvier.pipeline.policy_search import policy_from_text, policy_to_text
 from ranvier.planner import device_rates, offload_search
@@ -75,18 +77,53 @@ def build_optimizer(
         lr=run.peak_lr,
         betas=(optim.beta1, optim.beta2),
         eps=optim.eps,
-        decay=optim.weight_decay,
+        decay=run.weight_decay,
         clip=optim.max_grad_norm,
-        factors={
-            "matrix": optim.matrix_lr_scale,
-            "embedding": optim.embedding_lr_scale,
-            "vector": optim.vector_lr_scale,
-        },
+        factors=lr_factors(run),
         # Only fp16 gradients underflow; bf16 has the exponent range of fp32.
         scale=GradScaler(device) if run.train.dtype == "fp16" else None,
         moments=optim.state_dtype,
         home=placement.states_placement(run, local_ranks, queue.host_offload),
+        rule=build_rule(run),
+        adamw_factor=run.adamw_peak_lr / run.peak_lr,
     )
+
+
+def lr_factors(run: RunConfig) -> dict[ParamGroup, float]:
+    """Returns the factor of the learning rate of each parameter group."""
+    return {
+        "matrix": run.optim.matrix_lr_scale,
+        "embedding": run.optim.embedding_lr_scale,
+        "vector": run.optim.vector_lr_scale,
+    }
+
+
+def build_rule(run: RunConfig) -> Rule | None:
+    """Build the update rule of a run; None means AdamW."""
+    optim = run.optim
+    match optim.name:
+        case "adamw":
+            return None
+        case "sgd":
+            return Sgd(run.momentum)
+        case "muon":
+            return Muon(
+                run.momentum,
+                optim.muon_nesterov,
+                optim.muon_adjust_lr,
+                optim.muon_coefficients,
+                optim.muon_steps,
+                optim.muon_dtype,
+            )
+        case "jorge":
+            return Jorge(
+                run.momentum,
+                optim.jorge_variant == "symmetric",
+                optim.max_preconditioner_dim,
+                optim.precondition_interval,
+                optim.grafting,
+                optim.preconditioner_eps,
+            )
 
 
 def resolve_memory(
