@@ -25,7 +25,8 @@ from ranvier.comm.consensus import broadcast_first_error, run_and_raise_together
 from ranvier.config.run import SETTINGS_FORMAT, RunConfig, check_settings_format
 from ranvier.errors import CheckpointError, DamageError, DataError, WriteError
 from ranvier.grid import Grid
-from ranvier.optim.optimizer import Optimizer
+from ranvier.optim.matrix_update import SIDES
+from ranvier.optim.optimizer import STATE_KINDS, Optimizer
 from ranvier.parallel.parallel_model import ParallelModel
 from ranvier.sharding import Shard, ShardedStateDict
 from ranvier.system.terminal import print
@@ -93,6 +94,8 @@ def tensors_to_write(state: TrainState) -> tuple[ShardedStateDict, dict[str, Com
     if not any(at for axis, at in grid.index.items() if axis != "pipe"):
         # All ranks of a stage have them; the first one writes them.
         more |= _router_biases(parallel)
+    # Each matrix has one owner, which alone has its states.
+    mine |= state.optimizer.owner_states()
     return {**mine, **_rng_states(grid, state.device), **more}, sparse
 
 
@@ -268,8 +271,10 @@ def _load_checkpoint(run: RunConfig, state: TrainState, fingerprint: str, checkp
     check_same_data(manifest, checkpoint, fingerprint, allowed=config.allow_data_mismatch)
     _check_weight_names(run, state.parallel, manifest, checkpoint)
     left: list[str] = []
+    anew: ShardedStateDict = {}
     random: ShardedStateDict = {}
     for part in state_parts(state):
+        new = _take_new_states(run, part, manifest)
         for name, (_, place) in list(part.items()):
             entry = manifest.tensors.get(name)
             if name.startswith(RNG_PREFIX) and (entry is None or entry.shape != place.global_shape):
@@ -286,6 +291,16 @@ def _load_checkpoint(run: RunConfig, state: TrainState, fingerprint: str, checkp
                 "use an earlier checkpoint, set checkpoint.resume=PATH.",
                 file=sys.stderr,
             )
+        _start_second_moments(part, new)
+        anew |= new
+    if anew and state.grid.rank == 0:
+        kinds = sorted({name.rpartition(".")[2] for name in anew})
+        print(
+            f"{checkpoint} was saved with optim.name={_saved_optimizer(manifest)['name']!r}. The "
+            f"states {', '.join(kinds)} of optim.name={run.optim.name!r} begin anew; weights and "
+            "all other states continue.",
+            file=sys.stderr,
+        )
     if left and state.grid.rank == 0:
         print(
             f"{checkpoint} does not contain {', '.join(left)}; with checkpoint.strict=False they "
@@ -305,6 +320,43 @@ def _load_checkpoint(run: RunConfig, state: TrainState, fingerprint: str, checkp
             f"The training state in the manifest of {checkpoint} (counters, random states) cannot "
             f"be restored: {error!r:.200}. Use another checkpoint with checkpoint.resume=PATH."
         ) from None
+
+
+def _saved_optimizer(manifest: CheckpointManifest) -> dict[str, Any]:
+    """Returns the settings of the optimizer that determine the states in a checkpoint."""
+    stored = (manifest.facts.get("config") or {}).get("optim") or {}
+    # Runs before these settings existed used AdamW.
+    return {"name": "adamw", "max_preconditioner_dim": 1024} | {
+        key: stored[key] for key in ("name", "max_preconditioner_dim") if key in stored
+    }
+
+
+def _take_new_states(
+    run: RunConfig, part: ShardedStateDict, manifest: CheckpointManifest
+) -> ShardedStateDict:
+    """Removes and returns states of this optimizer that another one has not saved."""
+    saved = _saved_optimizer(manifest)
+    if all(getattr(run.optim, key) == value for key, value in saved.items()):
+        return {}
+    kinds = (*STATE_KINDS, *SIDES)
+    names = [name for name in part if name.rpartition(".")[2] in kinds]
+    entries = manifest.tensors
+    return {
+        name: part.pop(name)
+        for name in names
+        if name not in entries or entries[name].shape != part[name][1].global_shape
+    }
+
+
+def _start_second_moments(part: ShardedStateDict, new: ShardedStateDict) -> None:
+    """Begins new second moments with the squares of first moments that were kept.
+
+    With zeros, the first updates would be too large: the first moment is that of many steps.
+    """
+    for name, (square, _) in new.items():
+        mean = part.get(f"{name.removesuffix('.square')}.mean")
+        if name.endswith(".square") and mean is not None:
+            square.copy_(mean[0].to(square.dtype).square())
 
 
 def _check_weight_names(

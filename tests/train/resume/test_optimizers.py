@@ -1,0 +1,75 @@
+"""A run with any optimizer goes on with the same losses, and may change its optimizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from commands import SMALL_OPTIONS, call, losses
+from ranvier.checkpoint import manifest as manifests
+from ranvier.checkpoint.directory import find_checkpoints
+
+FAST = [*SMALL_OPTIONS, "--nproc", "1", "--model.layers", "1"]
+# The same learning rates whatever the number of steps.
+FAST += ["--optim.warmup-steps", "1", "--optim.schedule", "wsd", "--optim.decay-ratio", "0"]
+STATES = {
+    "adamw": {"mean", "square"},
+    "muon": {"mean"},
+    "jorge": {"momentum", "preconditioned", "left", "right"},
+    "sgd": {"momentum"},
+}
+WEIGHT = "blocks.0.attention.o.weight"
+
+
+def train(folder: str, optimizer: str, steps: int) -> int:
+    options = ["--optim.name", optimizer, "--train.steps", str(steps)]
+    return call("train", *FAST, *options, "--train.output-dir", folder)
+
+
+def states_of(folder: str) -> set[str]:
+    """Kinds of the states of a hidden matrix in the newest checkpoint."""
+    tensors = manifests.read_manifest(find_checkpoints(Path(folder) / "checkpoints")[-1]).tensors
+    names = [name for name in tensors if name.startswith(f"{WEIGHT}.")]
+    return {name.removeprefix(f"{WEIGHT}.") for name in names} - {"master"}
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "jorge", "sgd"])
+def test_a_resumed_run_has_the_losses_of_a_whole_one(
+    optimizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert train("whole", optimizer, 4) == 0
+    assert train("run", optimizer, 2) == 0
+    assert states_of("run") == STATES[optimizer]
+    assert train("run", optimizer, 4) == 0
+    assert losses(Path("run"))[-2:] == pytest.approx(losses(Path("whole"))[-2:], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "anew"),
+    [
+        ("adamw", "muon", ""),
+        ("muon", "adamw", "square"),
+        ("adamw", "jorge", "left, momentum, preconditioned, right"),
+        ("jorge", "sgd", ""),
+    ],
+)
+def test_a_run_may_change_its_optimizer(
+    before: str,
+    after: str,
+    anew: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert train("run", before, 2) == 0
+    capsys.readouterr()
+    assert train("run", after, 4) == 0
+    said = capsys.readouterr().err
+    assert (f"The states {anew} of optim.name={after!r} begin anew" in said) == bool(anew)
+    assert f"optim.name={before!r}" in said or not anew
+    assert states_of("run") == STATES[after]
+    first, *_, last = losses(Path("run"))
+    assert last < first + 0.5
