@@ -20,7 +20,16 @@ from ranvier.cost.layers import ActivationShape
 from ranvier.grid import Grid
 from ranvier.nn.example import LayerExample
 from ranvier.parallel.parallelize import PARALLEL_LAYERS, parallelize
-from ranvier.sharding import OUTER_RULE, WEIGHT_RULE, AxisRule, Shard, Sharding, ShardingTable
+from ranvier.sharding import (
+    OUTER_RULE,
+    WEIGHT_RULE,
+    AxisRule,
+    Dim,
+    Sharding,
+    ShardingTable,
+    dim_name,
+    num_packed_dims,
+)
 from ranvier.trace import diff_events
 
 
@@ -71,7 +80,7 @@ def check_whole_tokens(
     parallel = model.parallel
     parallel.step_context.row_splits = "none"
     parts = [
-        place_of(x.shape, dims, example, table, grid).slice_from(x)
+        part_of(x, dims, example, table, grid)
         for x, dims in zip(inputs, example.inputs, strict=True)
     ]
     parallel.bucket_scheduler.begin_step("test")
@@ -80,9 +89,8 @@ def check_whole_tokens(
     lines = []
     for y, want, dims in zip(mine, outputs, example.outputs, strict=True):
         if dims:
-            place = place_of(want.shape, dims, example, table, grid)
             # Padding columns are only returned for training.
-            want = place.slice_from(want)[..., : y.shape[-1]]
+            want = part_of(want, dims, example, table, grid)[..., : y.shape[-1]]
         else:
             y = collectives.all_reduce(y, parallel.token_axis).wait()
         lines += worst("output", y, want, ONE_PASS)
@@ -115,13 +123,9 @@ def check(
     model = parallelize(Lone(example, twin), grid, plan, device=device)
     parallel = model.parallel
     parallel.step_context.overlapped_autograd = fast
-    places = [
-        place_of(x.shape, dims, example, table, grid)
-        for x, dims in zip(inputs, example.inputs, strict=True)
-    ]
     parts = [
-        place.slice_from(x.detach()).requires_grad_(x.requires_grad)
-        for place, x in zip(places, inputs, strict=True)
+        part_of(x.detach(), dims, example, table, grid).requires_grad_(x.requires_grad)
+        for x, dims in zip(inputs, example.inputs, strict=True)
     ]
     parallel.bucket_scheduler.begin_step("test")
     with grid.trace.record_events() as events:
@@ -140,14 +144,13 @@ def check(
         if not dims:
             y = collectives.all_reduce(y, parallel.token_axis).wait()
         else:
-            want = place_of(want.shape, dims, example, table, grid).slice_from(want)
+            want = part_of(want, dims, example, table, grid)
         lines += worst("output", y, want.detach(), ONE_PASS)
-    for i, (x, part, place, dims) in enumerate(
-        zip(inputs, parts, places, example.inputs, strict=True)
-    ):
+    for i, (x, part, dims) in enumerate(zip(inputs, parts, example.inputs, strict=True)):
         if x.grad is not None:
             grad = summed_copies(part.grad, dims, example, table, grid, x.shape)
-            lines += worst(f"gradient of input {i}", grad, place.slice_from(x.grad), ONE_PASS)
+            want = part_of(x.grad, dims, example, table, grid)
+            lines += worst(f"gradient of input {i}", grad, want, ONE_PASS)
     for name, param in serial.named_parameters():
         part, place = grads[name]
         want = place.slice_from(param.grad)
@@ -173,16 +176,17 @@ def as_list(outputs: Any) -> list[Tensor]:
     return list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
 
 
-def shape_of(dims: Sequence[str], example: LayerExample) -> list[int]:
+def shape_of(dims: Sequence[Dim], example: LayerExample) -> list[int]:
     """Elements of each dim: heads are counted as such only before head_dim."""
     sizes, out = example.sizes, []
     for i, dim in enumerate(dims):
-        wide = dim in ("heads", "kv_heads") and "head_dim" not in dims[i:]
-        out.append(sizes[dim] * (sizes["head_dim"] if wide else 1))
+        name = dim_name(dim)
+        wide = name in ("heads", "kv_heads") and "head_dim" not in dims[i:]
+        out.append(num_packed_dims(dim) * sizes[name] * (sizes["head_dim"] if wide else 1))
     return out
 
 
-def whole_input(dims: Sequence[str], example: LayerExample, number: int, device: str) -> Tensor:
+def whole_input(dims: Sequence[Dim], example: LayerExample, number: int, device: str) -> Tensor:
     generator, shape = torch.Generator().manual_seed(100 + number), shape_of(dims, example)
     if len(dims) == 2:
         words = torch.randint(0, example.sizes["vocab"], shape, generator=generator)
@@ -192,32 +196,31 @@ def whole_input(dims: Sequence[str], example: LayerExample, number: int, device:
 
 def sharding_of(
     shape: Sequence[int],
-    dims: Sequence[str],
+    dims: Sequence[Dim],
     example: LayerExample,
     table: ShardingTable,
     grid: Grid,
 ) -> Sharding:
     """Cut by the region of its features; ids come whole to row and col."""
-    feature = next((dim for dim in dims if dim in WEIGHT_RULE), None)
+    feature = next((dim_name(dim) for dim in dims if dim_name(dim) in WEIGHT_RULE), None)
     rule: AxisRule = (
         {"batch": OUTER_RULE["batch"]} if feature is None else table.activation_rule(feature)
     )
     return Sharding.from_dims(shape, dims, rule, grid.degrees, units=example.sizes)
 
 
-def place_of(
-    shape: Sequence[int],
-    dims: Sequence[str],
-    example: LayerExample,
-    table: ShardingTable,
-    grid: Grid,
-) -> Shard:
-    return sharding_of(shape, dims, example, table, grid).shard_at(grid.index)
+def part_of(
+    whole: Tensor, dims: Sequence[Dim], example: LayerExample, table: ShardingTable, grid: Grid
+) -> Tensor:
+    """My part of an activation, in which packed dims are one."""
+    sharding = sharding_of(whole.shape, dims, example, table, grid)
+    part = sharding.shard_at(grid.index).slice_from(whole)
+    return part.flatten(len(dims) - 1) if part.dim() > len(dims) else part
 
 
 def copies_of(
     shape: Sequence[int],
-    dims: Sequence[str],
+    dims: Sequence[Dim],
     example: LayerExample,
     table: ShardingTable,
     grid: Grid,
@@ -228,20 +231,19 @@ def copies_of(
 
 
 def share_of(
-    seed: Tensor, dims: Sequence[str], example: LayerExample, table: ShardingTable, grid: Grid
+    seed: Tensor, dims: Sequence[Dim], example: LayerExample, table: ShardingTable, grid: Grid
 ) -> Tensor:
     """My part of the gradient of an output.
 
     Ranks that hold the same part each bring a share of it.
     """
     copies = copies_of(seed.shape, dims, example, table, grid)
-    part = place_of(seed.shape, dims, example, table, grid).slice_from(seed)
-    return part / math.prod(copies.values())
+    return part_of(seed, dims, example, table, grid) / math.prod(copies.values())
 
 
 def summed_copies(
     grad: Tensor,
-    dims: Sequence[str],
+    dims: Sequence[Dim],
     example: LayerExample,
     table: ShardingTable,
     grid: Grid,

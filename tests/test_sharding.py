@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ranvier.config.plan import AXES, InnerSplit, Plan
+from ranvier.config.plan import AXES, InnerSplit, Plan, RowSplit
 from ranvier.errors import ShardingError
 from ranvier.grid import Grid
 from ranvier.sharding import (
@@ -341,19 +341,19 @@ def test_elements_that_are_no_multiple_of_the_units() -> None:
 def test_layers_enter_and_leave(name: str) -> None:
     samples, features = ShardingTable("samples"), ShardingTable("features")
     assert samples.linear_comm(name, "embed").gather == features.linear_comm(name, "embed").gather
-    assert samples.linear_comm(name, "embed").gather == CommStep("row", 1)
-    assert samples.linear_comm(name, "embed").scatter == CommStep("col", 0)
-    assert features.linear_comm(name, "embed").scatter == CommStep("col", -1)
-    assert samples.linear_comm("embed", name).gather == CommStep("col", 0)
-    assert features.linear_comm("embed", name).gather == CommStep("col", -1)
-    assert samples.linear_comm("embed", name).scatter == CommStep("row", 1)
-    assert features.linear_comm("embed", name).scatter == CommStep("row", 1)
+    assert samples.linear_comm(name, "embed").gather == CommStep(("row",), 1)
+    assert samples.linear_comm(name, "embed").scatter == CommStep(("col",), 0)
+    assert features.linear_comm(name, "embed").scatter == CommStep(("col",), -1)
+    assert samples.linear_comm("embed", name).gather == CommStep(("col",), 0)
+    assert features.linear_comm("embed", name).gather == CommStep(("col",), -1)
+    assert samples.linear_comm("embed", name).scatter == CommStep(("row",), 1)
+    assert features.linear_comm("embed", name).scatter == CommStep(("row",), 1)
 
 
 @pytest.mark.parametrize(
     "dims",
     [
-        ("embed", "embed"),
+        ("vocab", "vocab"),
         ("heads", "mlp"),
         ("expert", "embed"),
         ("embed", "expert"),
@@ -371,6 +371,68 @@ def test_layers_that_go_nowhere(dims: tuple[str, str]) -> None:
     assert str(dims) in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("inner", "dim", "axes"),
+    [
+        ("samples", "embed", ("col",)),
+        ("features", "embed", ("col",)),
+        ("samples", "heads", ("row",)),
+        ("features", "mlp", ("row", "col")),
+    ],
+)
+def test_a_layer_from_a_dim_to_itself_stays(
+    inner: InnerSplit, dim: str, axes: tuple[str, ...]
+) -> None:
+    """Its features are summed and scattered over the axes that split them; nothing is gathered."""
+    for row_splits in get_args(RowSplit):
+        table = ShardingTable(inner, row_splits=row_splits)
+        assert table.weight_axes(dim, dim) == ((), axes)
+        assert table.linear_comm(dim, dim) == LinearComm(scatter=CommStep(axes, -1))
+
+
+def test_the_in_dim_of_a_same_dim_weight_is_split() -> None:
+    degrees = degrees_of(data=2, depth=2, row=2, col=2)
+    whole = torch.arange(3 * 4).view(3, 4)
+    weight = ShardingTable().weight_sharding([3, 4], ["embed", "embed"], degrees)
+    assert (weight.shape, weight.local_shape, weight.unsharded_shape) == ((3, 4), (2, 2), (3, 2))
+    assert weight.replica_counts(degrees) == {"data": 2, "row": 2}
+    held = {
+        (index["depth"], index["col"]): weight.shard_at(index).slice_from(whole).tolist()
+        for index in coordinates(degrees)
+    }
+    assert held == {
+        (0, 0): [[0, 1], [4, 5]],
+        (0, 1): [[2, 3], [6, 7]],
+        (1, 0): [[8, 9], [0, 0]],
+        (1, 1): [[10, 11], [0, 0]],
+    }
+
+
+@pytest.mark.parametrize("inner", ["samples", "features"])
+def test_packed_dims_of_a_same_dim_weight(inner: InnerSplit) -> None:
+    """Each of the packed in dims is split as the activations are; the out dims are whole."""
+    degrees = degrees_of(row=2, col=2)
+    table = ShardingTable(inner)
+    weight = table.weight_sharding([12, 8], [(3, "mlp"), (2, "mlp")], degrees)
+    turned = table.weight_sharding([8, 12], [(2, "mlp"), (3, "mlp")], degrees, is_transposed=True)
+    ranks = 2 if inner == "samples" else 4
+    assert (weight.shape, weight.local_shape) == ((3, 4, 2, 4), (3, 4, 2, 4 // ranks))
+    assert (turned.shape, turned.local_shape) == ((2, 4, 3, 4), (2, 4 // ranks, 3, 4))
+    x = Sharding.from_dims([8], [(2, "mlp")], table.activation_rule("mlp"), degrees)
+    columns = torch.arange(8).expand(12, 8)
+    for index in coordinates(degrees):
+        mine = x.shard_at(index).slice_from(torch.arange(8))
+        assert (weight.shard_at(index).slice_from(columns) == mine).all()
+
+
+def test_other_dims_of_a_weight_are_split_as_before() -> None:
+    degrees = degrees_of(expert=2, depth=2, row=2, col=2)
+    for dims in (["expert", "mlp", "embed"], ["vocab", "embed"], [(3, "heads"), "embed"]):
+        shape = [12] * len(dims)
+        want = Sharding.from_dims(shape, dims, WEIGHT_RULE, degrees, gather_axes=("depth",))
+        assert ShardingTable().weight_sharding(shape, dims, degrees) == want
+
+
 def test_regions() -> None:
     table = ShardingTable("features")
     assert table.feature_axes("embed") == ("col",)
@@ -384,13 +446,21 @@ def test_regions() -> None:
 @pytest.mark.parametrize(
     ("inner", "dims", "move"),
     [
-        ("samples", ("rank", "embed"), LinearComm(scatter=CommStep("col", 0))),
-        ("samples", ("heads", "rank"), LinearComm(gather=CommStep("row", 1))),
-        ("samples", ("rank", "mlp"), LinearComm(scatter=CommStep("row", 1))),
-        ("samples", ("embed", "rank"), LinearComm(gather=CommStep("col", 0))),
+        ("samples", ("rank", "embed"), LinearComm(scatter=CommStep(("col",), 0))),
+        ("samples", ("heads", "rank"), LinearComm(gather=CommStep(("row",), 1))),
+        ("samples", ("rank", "mlp"), LinearComm(scatter=CommStep(("row",), 1))),
+        ("samples", ("embed", "rank"), LinearComm(gather=CommStep(("col",), 0))),
         ("features", ("rank", "embed"), LinearComm(reduce_axes=("col",))),
-        ("features", ("heads", "rank"), LinearComm(gather=CommStep("row", 1), copy_axes=("col",))),
-        ("features", ("rank", "mlp"), LinearComm(scatter=CommStep("row", 1), reduce_axes=("col",))),
+        (
+            "features",
+            ("heads", "rank"),
+            LinearComm(gather=CommStep(("row",), 1), copy_axes=("col",)),
+        ),
+        (
+            "features",
+            ("rank", "mlp"),
+            LinearComm(scatter=CommStep(("row",), 1), reduce_axes=("col",)),
+        ),
         ("features", ("embed", "rank"), LinearComm(copy_axes=("col",))),
     ],
 )

@@ -16,8 +16,13 @@ Everything else is derived from them here: the shard of a weight on a rank (`Sha
 the ranks that hold the same shard and so sum its gradient (`Sharding.replica_counts`), and what a
 linear layer communicates (`ShardingTable.linear_comm`). Two dims need not be divisible: the
 vocabulary is padded to a multiple of row·col, and dim 0 to a multiple of depth (or context·depth).
-Padding follows the
-valid elements of a rank, is zero, and never leaves the rank.
+Padding follows the valid elements of a rank, is zero, and never leaves the rank.
+
+An axis splits at most one dim of a tensor. The weight of a *same-dim* layer, from a dim to itself
+(`(embed, embed)`, `(mlp, mlp)`), would name its axis twice. Its in dim is split like the features
+of its input, and its out dim is not split (`ShardingTable.weight_axes`): the layer is row-parallel
+and stays in its region. Any dim may be packed, `(2, "embed")`: then each of the packed dims is
+split, in weights and in activations, and a rank has its part of all of them.
 
 `ShardingTable` also describes the local part of an activation: its shape (`local_shape`), what its
 samples and tokens are padded to (`batch_multiple`, `seq_multiple`, `padded_vocab`), and which axes
@@ -109,12 +114,12 @@ REGION_DIMS = ("embed", "mlp")
 
 @dataclass(frozen=True)
 class CommStep:
-    """One communication of a linear layer: over `axis`, along `dim` of the activation.
+    """One communication of a linear layer: over `axes`, fused, along `dim` of the activation.
 
-    An empty axis means no communication.
+    Without axes there is no communication.
     """
 
-    axis: str = ""
+    axes: tuple[str, ...] = ()
     dim: int = 0
 
 
@@ -250,6 +255,49 @@ class ShardingTable:
             plan.col_splits, plan.vocab_over_pipe, shard_weights_over=plan.shard_weights_over
         )
 
+    def weight_axes(self, out: str, into: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Returns the axes that split the out and the in dim of the matrix with which a rank
+        multiplies.
+
+        Between the regions they are those of `WEIGHT_RULE`. The other dim of a LoRA rank is split
+        like its activations, and so is the in dim of a same-dim layer; its out dim is not split,
+        because an axis can split only one of them.
+        """
+        if out == into:
+            return (), self.feature_axes(into)
+        if "rank" in (out, into):
+            return self.feature_axes(out), self.feature_axes(into)
+        # The static rule, not `weight_rule`: a vocabulary split over pipe adds no communication
+        # here, because the head sums over stages itself.
+        return WEIGHT_RULE[out], WEIGHT_RULE[into]
+
+    def weight_sharding(
+        self,
+        shape: Sequence[int],
+        dims: Sequence[Dim],
+        degrees: Mapping[str, int],
+        *,
+        units: Mapping[str, int] | None = None,
+        is_transposed: bool = False,
+    ) -> Sharding:
+        """Returns how the weight of a layer is split between its uses.
+
+        It is split by the weight rule and over the gather axes. If two of its dims have the same
+        name, the in dim is split as `weight_axes` says, and the out dim only over the gather axes.
+        The out dim is the first of them, or the second if the weight is transposed.
+        """
+        names = [dim_name(dim) for dim in dims]
+        rule = self.weight_rule
+        same = [i for i, name in enumerate(names) if name and names.count(name) == 2]
+        if same:
+            out = same[1 if is_transposed else 0]
+            rule = {**rule, names[out]: self.weight_axes(names[out], names[out])[1]}
+            # A dim without a name is not split.
+            dims = [_rename_dim(dim, "") if i == out else dim for i, dim in enumerate(dims)]
+        return Sharding.from_dims(
+            shape, dims, rule, degrees, units=units, gather_axes=self.gather_axes
+        )
+
     def linear_comm(self, out: str, into: str) -> LinearComm:
         """Returns the communication of a linear layer whose weight is `(out, into)`.
 
@@ -257,56 +305,66 @@ class ShardingTable:
         gathered. If the in dim is split over an axis, the product is a partial sum there, which is
         reduce-scattered along the dim that the output region splits over that axis. A layer from
         embed to an inner dim enters the inner region, and a layer in the opposite direction leaves
-        it; a LoRA rank is between the two.
+        it; a LoRA rank is between the two. A same-dim layer stays: nothing is gathered, and its
+        features are reduce-scattered.
         """
-        inside = set(WEIGHT_RULE) & set(INNER_RULES[self.col_splits])
-        pair = {out, into} - inside
-        wrong = len({out, into}) < 2 or not pair or not pair <= {"embed", "rank"}
-        if wrong or {out, into} == {"vocab", "rank"}:
-            raise ShardingError(
-                f"A linear layer has the dims ({out!r}, {into!r}). It must map 'embed' to one "
-                f"of {sorted(inside)} or back, or 'rank' to or from these. Rename one of its dims."
-            )
-        # `pair` holds the dims that are not inner dims: embed, rank, or both.
-        if "rank" in pair:
-            return self._unsplit_dim_comm(out, into)
-        # The static rule, not `weight_rule`: a vocabulary split over pipe adds no communication
-        # here, because the head sums over stages itself.
-        (out_axis,), (in_axis,) = WEIGHT_RULE[out], WEIGHT_RULE[into]
-        gather, copied = _comm_step(self.activation_rule(into), out_axis)
-        scatter, reduced = _comm_step(self.activation_rule(out), in_axis)
+        _check_linear_dims(out, into)
+        out_axes, in_axes = self.weight_axes(out, into)
+        gather, copied = _comm_step(self.activation_rule(into), out_axes)
+        scatter, reduced = _comm_step(self.activation_rule(out), in_axes)
         return LinearComm(gather, scatter, copied, reduced)
 
-    def _unsplit_dim_comm(self, out: str, into: str) -> LinearComm:
-        """Returns the communication of a layer from or to a dim that no axis splits.
 
-        Each axis of the other dim splits either tokens on the side of the rank, or nothing.
-        """
-        rank = self.activation_rule("rank")
-        other = into if out == "rank" else out
-        steps = {axis: _token_dim(rank, axis) for axis in self.feature_axes(other)}
-        moved = [CommStep(axis, dim) for axis, dim in steps.items() if dim is not None]
-        alike = tuple(axis for axis, dim in steps.items() if dim is None)
-        step = moved[0] if moved else CommStep()
-        if out == "rank":
-            return LinearComm(scatter=step, reduce_axes=alike)
-        return LinearComm(gather=step, copy_axes=alike)
+def dim_name(dim: Dim) -> str:
+    """Returns the name of a dim, packed or not."""
+    if isinstance(dim, str):
+        return dim
+    return dim[1]
 
 
-def _token_dim(region: AxisRule, axis: str) -> int | None:
-    """Return the token dim that `axis` splits in `region`, if any."""
-    return next((TOKEN_DIMS[dim] for dim in TOKEN_DIMS if axis in region[dim]), None)
+def num_packed_dims(dim: Dim) -> int:
+    """Returns how many dims are packed into one; 1 if it is not packed."""
+    if isinstance(dim, str):
+        return 1
+    return dim[0]
 
 
-def _comm_step(region: AxisRule, axis: str) -> tuple[CommStep, tuple[str, ...]]:
-    """Returns the step along the dim that `axis` splits in `region`, or the axis if it splits none.
+def _rename_dim(dim: Dim, name: str) -> Dim:
+    if isinstance(dim, str):
+        return name
+    return dim[0], name
+
+
+def _check_linear_dims(out: str, into: str) -> None:
+    """Raises unless a linear layer changes the region, has a LoRA rank, or stays in a dim."""
+    inside = set(WEIGHT_RULE) & set(INNER_RULES["samples"])
+    # Logits are padded, but rows of a weight that no axis splits are not.
+    staying = ({"embed"} | inside) - {"vocab"}
+    outside = {out, into} - inside
+    if out == into:
+        valid = out in staying
+    else:
+        valid = bool(outside) and outside <= {"embed", "rank"} and {out, into} != {"vocab", "rank"}
+    if not valid:
+        raise ShardingError(
+            f"A linear layer has the dims ({out!r}, {into!r}). It must map 'embed' to one of "
+            f"{sorted(inside)} or back, 'rank' to or from these, or one of {sorted(staying)} to "
+            "itself. Rename one of its dims."
+        )
+
+
+def _comm_step(region: AxisRule, axes: Sequence[str]) -> tuple[CommStep, tuple[str, ...]]:
+    """Returns the step along the dim that `axes` split in `region`, and the axes that split none.
 
     The dim of the features is -1.
     """
-    for dim, axes in region.items():
-        if axis in axes:
-            return CommStep(axis, TOKEN_DIMS.get(dim, -1)), ()
-    return CommStep(), (axis,)
+    dims = {axis: TOKEN_DIMS.get(dim, -1) for dim, split in region.items() for axis in split}
+    split = tuple(axis for axis in axes if axis in dims)
+    alike = tuple(axis for axis in axes if axis not in dims)
+    if not split:
+        return CommStep(), alike
+    (dim,) = {dims[axis] for axis in split}
+    return CommStep(split, dim), alike
 
 
 @dataclass(frozen=True)

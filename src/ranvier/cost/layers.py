@@ -9,7 +9,7 @@ size of the full (gathered or reduced) tensor.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
@@ -25,6 +25,7 @@ from ranvier.cost.context_attention import (
 )
 from ranvier.sharding import (
     WEIGHT_RULE,
+    Dim,
     Sharding,
     ShardingTable,
     TokenOrder,
@@ -91,6 +92,14 @@ class LayoutContext:
         """Returns the sharding of `size` elements of a dim as the features of an activation."""
         region = self.table.activation_rule(dim)
         return Sharding.from_dims([size], [dim], region, self.degrees, units=self.units)
+
+    def weight_sharding(
+        self, shape: Sequence[int], dims: Sequence[Dim], *, is_transposed: bool = False
+    ) -> Sharding:
+        """Returns the sharding of the weight of a layer, which is gathered before use."""
+        return self.table.weight_sharding(
+            shape, dims, self.degrees, units=self.units, is_transposed=is_transposed
+        )
 
     def local_tokens(self, flow: ActivationShape, dim: str) -> int:
         """Returns the tokens of a micro-batch on this rank for the feature dim `dim`."""
@@ -164,16 +173,7 @@ class EmbeddingCost(LayerCost):
     @cached_property
     def weight_sharding(self) -> Sharding:
         """Sharding of the table."""
-        ground = self.layout_context
-        dims = (self.row_dim, "embed")
-        return Sharding.from_dims(
-            self.shape,
-            dims,
-            ground.table.weight_rule,
-            ground.degrees,
-            units=ground.units,
-            gather_axes=ground.table.gather_axes,
-        )
+        return self.layout_context.weight_sharding(self.shape, (self.row_dim, "embed"))
 
     def forward_events(self, flow: ActivationShape) -> list[Event]:
         """Returns the reduce-scatter of the rows along the tokens, or their sum for all tokens."""

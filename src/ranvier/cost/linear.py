@@ -13,7 +13,15 @@ from functools import cached_property
 
 from ranvier.cost.layers import ActivationShape, AxisGroup, LayerCost, LayoutContext
 from ranvier.errors import ShardingError
-from ranvier.sharding import WEIGHT_RULE, AxisSplit, Dim, LinearComm, Sharding
+from ranvier.sharding import (
+    WEIGHT_RULE,
+    AxisSplit,
+    Dim,
+    LinearComm,
+    Sharding,
+    dim_name,
+    num_packed_dims,
+)
 from ranvier.trace import Event
 
 MAX_CHUNK_BYTES = 1 << 32
@@ -38,12 +46,9 @@ class LinearWeight:
     """Whether the weight is stored as (in, out)."""
 
     def __post_init__(self) -> None:
-        into = self.dims[0 if self.is_transposed else 1]
-        if not isinstance(into, str):
-            raise ShardingError(
-                f"The in dim {into} of a linear layer is packed. Only the out dim can be packed. "
-                "Use a plain name for the in dim."
-            )
+        # Only kv heads may be on several ranks.
+        if self.in_dim == "kv_heads":
+            _refuse_shared_input(self.input_sharding)
 
     @property
     def packed_out_dim(self) -> Dim:
@@ -51,25 +56,35 @@ class LinearWeight:
         return self.dims[1 if self.is_transposed else 0]
 
     @property
+    def packed_in_dim(self) -> Dim:
+        """The in dim; (count, name) if several are packed consecutively."""
+        return self.dims[0 if self.is_transposed else 1]
+
+    @property
     def out_dim(self) -> str:
         """Name of the out dim."""
-        if isinstance(self.packed_out_dim, str):
-            return self.packed_out_dim
-        return self.packed_out_dim[1]
+        return dim_name(self.packed_out_dim)
 
     @property
     def in_dim(self) -> str:
         """Name of the in dim."""
-        into = self.dims[0 if self.is_transposed else 1]
-        assert isinstance(into, str), self.dims
-        return into
+        return dim_name(self.packed_in_dim)
 
     @property
     def num_packed(self) -> int:
         """Number of out dims that are packed consecutively."""
-        if isinstance(self.packed_out_dim, str):
-            return 1
-        return self.packed_out_dim[0]
+        return num_packed_dims(self.packed_out_dim)
+
+    @property
+    def num_packed_inputs(self) -> int:
+        """Number of in dims that are packed consecutively."""
+        return num_packed_dims(self.packed_in_dim)
+
+    @property
+    def num_row_dims(self) -> int:
+        """Number of dims of the sharded weight, in which packed dims are two, that are rows of the
+        stored matrix; the others are its columns."""
+        return 1 if isinstance(self.dims[0], str) else 2
 
     @cached_property
     def linear_comm(self) -> LinearComm:
@@ -79,15 +94,15 @@ class LinearWeight:
     @cached_property
     def weight_sharding(self) -> Sharding:
         """Sharding of the weight."""
-        ground = self.layout_context
-        return Sharding.from_dims(
-            self.shape,
-            self.dims,
-            ground.table.weight_rule,
-            ground.degrees,
-            units=ground.units,
-            gather_axes=ground.table.gather_axes,
+        return self.layout_context.weight_sharding(
+            self.shape, self.dims, is_transposed=self.is_transposed
         )
+
+    @cached_property
+    def input_sharding(self) -> Sharding:
+        """Sharding of the input features of one of the packed dims."""
+        features = self.shape[0 if self.is_transposed else 1]
+        return self.layout_context.feature_sharding(features // self.num_packed_inputs, self.in_dim)
 
     @cached_property
     def output_sharding(self) -> Sharding:
@@ -97,14 +112,18 @@ class LinearWeight:
 
     @cached_property
     def used_part(self) -> tuple[int, AxisSplit] | None:
-        """Dim and split of the part of the matrix that this rank uses; None for all of it.
+        """Dim and split of the part of the weight that this rank uses; None for all of it.
 
         Only LoRA matrices are used in part: their activations may be split over an axis that does
         not split the weight.
         """
         if "rank" not in (self.out_dim, self.in_dim):
             return None
-        dim, name = (0, self.out_dim) if self.in_dim == "rank" else (1, self.in_dim)
+        if self.in_dim == "rank":
+            name, is_row = self.out_dim, not self.is_transposed
+        else:
+            name, is_row = self.in_dim, self.is_transposed
+        dim = (self.num_row_dims if is_row else len(self.weight_sharding.shape)) - 1
         cuts = self.layout_context.feature_sharding(self.weight_sharding.shape[dim], name).splits[0]
         # The split of the activations that the weight does not have.
         return next(((dim, cut) for cut in cuts if cut.axis not in WEIGHT_RULE[name]), None)
@@ -118,6 +137,15 @@ class LinearWeight:
         return tuple(shape)
 
     @property
+    def matrix_shape(self) -> tuple[int, int]:
+        """Output and input features of the matmul on this rank."""
+        rows = math.prod(self.used_shape[: self.num_row_dims])
+        columns = math.prod(self.used_shape[self.num_row_dims :])
+        if self.is_transposed:
+            return columns, rows
+        return rows, columns
+
+    @property
     def local_width(self) -> int:
         """Number of output features on this rank."""
         return self.num_packed * self.output_sharding.local_shape[0]
@@ -127,7 +155,7 @@ class LinearWeight:
         # The product is computed before the scatter, for all tokens that are scattered.
         scatter = self.linear_comm.scatter
         if scatter.dim >= 0:
-            scattered = self.layout_context.axis_group(scatter.axis).size
+            scattered = self.layout_context.axis_group(*scatter.axes).size
         else:
             scattered = 1
         tokens = self.layout_context.local_tokens(flow, self.out_dim) * scattered
@@ -135,7 +163,18 @@ class LinearWeight:
 
     def product_elements(self, flow: ActivationShape) -> int:
         """Returns the number of elements of the product before it is communicated."""
-        return self.flops(flow) // (2 * self.used_shape[0 if self.is_transposed else -1])
+        return self.flops(flow) // (2 * self.matrix_shape[1])
+
+
+def _refuse_shared_input(features: Sharding) -> None:
+    """Raises if several ranks have the same input features, which a sum would count repeatedly."""
+    for cut in features.splits[0]:
+        if cut.replicas > 1:
+            raise ShardingError(
+                f"A linear layer reads kv_heads, which {cut.replicas} of {cut.axis}={cut.ranks} "
+                "ranks share. A sum over these ranks would count them several times. Use fewer "
+                f"ranks on {cut.axis}, or more kv heads."
+            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,13 +192,13 @@ class LinearCost(LayerCost):
         # Dim 1 is the sequence, which the enclosing module may already have gathered.
         step = self.weights[0].linear_comm.gather
         return self.layout_context.axis_group(
-            *([] if self.whole_sequence and step.dim == 1 else [step.axis])
+            *(() if self.whole_sequence and step.dim == 1 else step.axes)
         )
 
     @cached_property
     def scatter_group(self) -> AxisGroup:
         """The ranks over which the output is reduce-scattered."""
-        return self.layout_context.axis_group(self.weights[0].linear_comm.scatter.axis)
+        return self.layout_context.axis_group(*self.weights[0].linear_comm.scatter.axes)
 
     @cached_property
     def copy_group(self) -> AxisGroup:
@@ -185,8 +224,7 @@ class LinearCost(LayerCost):
         """Returns the elements of the gathered input, and of the output before its scatter."""
         ground = self.layout_context
         first = self.weights[0]
-        width = ground.axis_group(*ground.table.feature_axes(first.in_dim)).size
-        features = first.weight_sharding.shape[0 if first.is_transposed else -1] // width
+        features = first.num_packed_inputs * first.input_sharding.local_shape[0]
         # With a grouped input, each layer reads its own part, and all parts are gathered.
         features *= len(self.weights) if self.grouped_input else 1
         x = ground.local_tokens(flow, first.in_dim) * features * self.gather_group.size
@@ -301,7 +339,7 @@ class LMHeadCost(LinearCost):
 
     def chunk_tokens(self, flow: ActivationShape) -> list[int]:
         """Returns the number of tokens of each chunk, over all samples."""
-        row = self.weights[0].weight_sharding.unsharded_shape[0] * flow.itemsize
+        row = self.weights[0].matrix_shape[0] * flow.itemsize
         seq = self.layout_context.inner_seq(flow)
         # Without a scatter, samples are flattened; otherwise a chunk is a range of the sequence of
         # all samples.
@@ -312,12 +350,12 @@ class LMHeadCost(LinearCost):
 
     def chunk_bytes(self, flow: ActivationShape) -> int:
         """Returns the bytes of the logits of the largest chunk, before they are scattered."""
-        row = self.weights[0].weight_sharding.unsharded_shape[0] * flow.itemsize
+        row = self.weights[0].matrix_shape[0] * flow.itemsize
         return max(self.chunk_tokens(flow), default=0) * row
 
     def _input_elements(self, flow: ActivationShape) -> int:
         tokens = flow.samples * self.layout_context.inner_seq(flow)
-        return tokens * self.weights[0].weight_sharding.unsharded_shape[1]
+        return tokens * self.weights[0].matrix_shape[1]
 
     def _logit_elements(self, tokens: int) -> int:
         """Returns the number of logits of a chunk before they are scattered."""

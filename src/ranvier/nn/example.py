@@ -42,8 +42,8 @@ class LayerExample:
 
     make_layer: Callable[[Any], nn.Module]
     dims: Sequence[Dim]
-    inputs: Sequence[Sequence[str]]
-    outputs: Sequence[Sequence[str]]
+    inputs: Sequence[Sequence[Dim]]
+    outputs: Sequence[Sequence[Dim]]
     sizes: Mapping[str, int] = field(default_factory=lambda: EXAMPLE_SIZES)
     """Units of each dim."""
     children: Mapping[str, Sequence[Dim]] | None = None

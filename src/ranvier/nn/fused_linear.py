@@ -8,7 +8,6 @@ LoRA adapters) and share one all-gather.
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
@@ -62,7 +61,7 @@ class FusedLinear(ParallelLayer):
         """
         layers = self.layers
         self.packed_layers = []
-        widths = [math.prod(layer.handles["weight"].sharding.local_shape[:-1]) for layer in layers]
+        widths = [layer.matrix_shape[0] for layer in layers]
         if all_alike:
             limit = widest
         else:
@@ -92,7 +91,16 @@ class FusedLinear(ParallelLayer):
         inner = ("batch", "seq", "heads")
         rank = ("batch", "seq", "rank")
         groups = ("batch", "seq", "kv_heads")
+        same: dict[str, Sequence[Dim]] = {"a": ("mlp", "mlp"), "b": ("mlp", "mlp")}
+        hidden = ("batch", "seq", "mlp")
         return [
+            LayerExample(
+                lambda twin: twin({"a": torch.nn.Linear(24, 24), "b": example_linear(24, 24)}),
+                (),
+                [hidden],
+                [hidden, hidden],
+                children=same,
+            ),
             LayerExample(
                 lambda twin: twin({"q": torch.nn.Linear(16, 32), "k": torch.nn.Linear(16, 8)}),
                 (),
@@ -186,7 +194,8 @@ def _packed_matrix(layers: Sequence[Linear]) -> Tensor:
     # Weights offloaded to the host have no storage on the device at this point.
     with bucket.temporary_storage():
         flat = bucket.data[start:stop]
-    matrix = flat.view(-1, first.sharding.local_shape[-1]).requires_grad_(first.trainable)
+    columns = layers[0].matrix_shape[1]
+    matrix = flat.view(-1, columns).requires_grad_(first.trainable)
     if first.trainable:
         # A weak reference: a hook with a reference to the bucket would form a cycle with the matrix
         # and leak both.

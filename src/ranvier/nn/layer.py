@@ -144,30 +144,31 @@ def shard_parameter(
     site: LayerContext,
     *,
     rule: AxisRule | None = None,
+    is_transposed: bool = False,
     embedding: bool = False,
     std: float = 0.0,
     mean: float = 0.0,
 ) -> ShardedParameter:
     """Replaces a serial parameter by this rank's shard, which has no values yet.
 
-    Without `rule` the parameter is the matrix of a layer: it is split by the weight rule and over
-    depth, and the layer gathers it before use. With a rule, e.g. for a vector that is split like
-    the activations of its dim, it is used as stored.
+    Without `rule` the parameter is the matrix of a layer, `(out, in)` or transposed: it is split
+    by the weight rule and over depth, and the layer gathers it before use. With a rule, e.g. for a
+    vector that is split like the activations of its dim, it is used as stored.
     """
     # A tied parameter (embedding and head) is sharded once and gets several owners.
     weight = site.tied_weights.get(id(serial))
     if weight is None:
         name = f"{site.name}.{attribute}".lstrip(".")
         _refuse_other_vocabulary(name, serial.shape, dims, site.units)
-        sharding = Sharding.from_dims(
-            serial.shape,
-            dims,
-            site.table.weight_rule if rule is None else rule,
-            site.grid.degrees,
-            units=site.units,
+        if rule is None:
+            sharding = site.layout_context.weight_sharding(
+                serial.shape, dims, is_transposed=is_transposed
+            )
+        else:
             # Only weights that a layer gathers before use may be split further.
-            gather_axes=site.table.gather_axes if rule is None else (),
-        )
+            sharding = Sharding.from_dims(
+                serial.shape, dims, rule, site.grid.degrees, units=site.units
+            )
         mean, std = site.initial_mean_std(name, mean, std)
         weight = ShardedParameter(
             name=name,

@@ -15,6 +15,14 @@ where col splits either the batch (`col_splits = samples`) or the features
 with sequence parallelism; with row = col = 1 no activation is communicated and only the gather of
 the weight over depth remains, which is ZeRO-3.
 
+A layer from a dim to itself stays in its region. Its in dim is split like its input, its out dim is
+not split, and the features of its output are reduce-scattered:
+
+    embed to embed  x · W[d, d/col]ᵀ  -scatter features over col->                  y
+    mlp to mlp      x · W[n, n/row]ᵀ  -scatter features over row (or row, col)->    y
+
+Backward gathers the features of dY over the same axes, and computes dX and dW locally.
+
 A dim between these two may be unsplit (a LoRA rank r, `[b/col, s/row, r]` or `[b, s/row, r]`); then
 only activations of width r are communicated:
 
@@ -35,12 +43,14 @@ neither saved nor re-gathered.
 
 The outputs of several linear layers are packed into one buffer, so that one reduce-scatter is
 enough. They are packed along their features, (b, s, Σn). If the scatter is over features, each rank
-must get its part of every output: (b, s, col, Σn/col), scattered along dim 2. kv heads that several
-ranks share are repeated there, once per rank that needs them.
+must get its part of every output: (b, s, col, Σn/col), scattered along dim -2. kv heads that
+several ranks share are repeated there, once per rank that needs them. The features of a packed
+input `(2, "mlp")` are gathered as (b, s, 2, n), so that each of the packed dims becomes whole.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -75,6 +85,9 @@ class LinearCommAxes:
     """Ranks that hold the same input and use it differently (dx is summed over them)."""
     reduce_axis: Axis
     """Ranks that all get the same sum as their output."""
+    num_scatter_parts: int
+    """Number of distinct parts into which a scatter over features splits the output; smaller than
+    the axis if ranks share kv heads."""
 
 
 @dataclass(frozen=True)
@@ -90,8 +103,10 @@ class Linear(ParallelLayer):
     """A linear layer, y = x Wᵀ + b.
 
     A layer that enters attention or MLP maps x `[b, s/row, d/col]` to y `[b/col, s, n/row]` or
-    `[b, s, n/(row·col)]`; a layer that leaves it has the reverse shapes.
+    `[b, s, n/(row·col)]`; a layer that leaves it has the reverse shapes. In a layer from a dim to
+    itself, x and y have the same shape.
     Communicates: all-gather x, reduce-scatter y; backward: all-gather x and dy, reduce-scatter dx.
+    From a dim to itself: reduce-scatter y; backward: all-gather dy.
 
     Args:
         site: Name and context of the layer.
@@ -120,12 +135,16 @@ class Linear(ParallelLayer):
         self.in_dim = self.linear_weight.in_dim
         self.out_dim = self.linear_weight.out_dim
         self.num_packed = self.linear_weight.num_packed
+        self.num_packed_inputs = self.linear_weight.num_packed_inputs
+        self.num_row_dims = self.linear_weight.num_row_dims
+        self.matrix_shape = self.linear_weight.matrix_shape
+        """Output and input features of the matmul on this rank."""
         self.comm_by_row_split = {one: self._resolve_comm(one) for one in get_args(RowSplit)}
         """Communication for each layout of the residual stream."""
         self.matmul_backend: MatmulBackend = PlainMatmul()
         """Computes the matmuls, in the dtype of the weights or in float8."""
         # 0.02 is the default; the `init` table of a model overrides it (`initial_mean_std`).
-        self.shard_parameter("weight", weight, dims, std=0.02)
+        self.shard_parameter("weight", weight, dims, is_transposed=self.is_transposed, std=0.02)
         self.is_split = self.handles["weight"].is_gathered
         self.shard_parameter(
             "bias",
@@ -137,7 +156,7 @@ class Linear(ParallelLayer):
         self.output_sharding = self.linear_weight.output_sharding
         """Sharding of the output features."""
         self.used_slice = self._resolve_used_slice()
-        """(dim, start, size) of the part of the matrix that this rank uses; None for all of it."""
+        """(dim, start, size) of the part of the weight that this rank uses; None for all of it."""
 
     @staticmethod
     def example_layers() -> list[LayerExample]:
@@ -162,6 +181,8 @@ class Linear(ParallelLayer):
             LayerExample(
                 lambda twin: twin(24, 16), ("embed", "mlp"), [("batch", "seq", "mlp")], enter
             ),
+            *_same_dim_examples(),
+            *_packed_input_examples(),
             *_low_rank_examples(),
         ]
 
@@ -172,15 +193,17 @@ class Linear(ParallelLayer):
         # Dim 1 is the sequence: if it is already gathered, an axis of one rank makes the gather a
         # no-op.
         gathered = site.whole_sequence and comm.gather.dim == 1
-        from_axis, to_axis = (
-            site.axis(*filter(None, [step.axis])) for step in (comm.gather, comm.scatter)
-        )
         return LinearCommAxes(
             comm,
-            (site.axis() if gathered else from_axis, comm.gather.dim),
-            (to_axis, comm.scatter.dim),
+            (site.axis(*(() if gathered else comm.gather.axes)), comm.gather.dim),
+            (site.axis(*comm.scatter.axes), comm.scatter.dim),
             site.axis(*comm.copy_axes),
             site.axis(*comm.reduce_axes),
+            math.prod(
+                cut.ranks // cut.replicas
+                for cut in self.linear_weight.output_sharding.splits[0]
+                if cut.axis in comm.scatter.axes
+            ),
         )
 
     @property
@@ -200,21 +223,6 @@ class Linear(ParallelLayer):
         # Ranks that share kv heads use the same block, so the index is divided by `replicas`.
         return dim, self.site.grid.index[cut.axis] // cut.replicas * cut.block_size, cut.block_size
 
-    @property
-    def num_scatter_parts(self) -> int:
-        """Number of distinct parts into which the scatter over features splits the output.
-
-        It is smaller than the axis if ranks share kv heads.
-        """
-        cuts = [
-            cut
-            for cut in self.output_sharding.splits[0]
-            if cut.axis == self.linear_comm.comm.scatter.axis
-        ]
-        if cuts:
-            return cuts[0].ranks // cuts[0].replicas
-        return 1
-
     def gather_weight(self) -> Tensor:
         """Returns the weight gathered over depth; differentiable."""
         # All identical blocks share the graph, so it must not read the handle of one of them.
@@ -226,13 +234,16 @@ class Linear(ParallelLayer):
 
     def local_matrix(self, weight: Tensor) -> Tensor:
         """Returns the gathered weight as (out, in), restricted to the part that this rank uses."""
+        if self.used_slice is not None:
+            weight = weight.narrow(*self.used_slice)
+        return self.as_matrix(weight)
+
+    def as_matrix(self, weight: Tensor) -> Tensor:
+        """Returns a weight, in which packed dims are two, as (out, in)."""
+        matrix = weight.flatten(0, self.num_row_dims - 1).flatten(1)
         if self.is_transposed:
-            matrix = weight.flatten(1).T
-        else:
-            matrix = weight.flatten(0, -2)
-        if self.used_slice is None:
-            return matrix
-        return matrix.narrow(*self.used_slice)
+            return matrix.T
+        return matrix
 
     def weight_grad(self, x: Tensor, dy: Tensor) -> Tensor:
         """Returns dW in the stored shape of the weight."""
@@ -243,12 +254,12 @@ class Linear(ParallelLayer):
         else:
             grad = self.matmul_backend.grad_w(dy, x)
         shape = self.handles["weight"].sharding.unsharded_shape
-        if self.used_slice is not None:
-            # Rows or columns that this rank does not use get a zero gradient.
-            part = grad
-            grad = grad.new_zeros(shape)
-            grad.narrow(*self.used_slice).copy_(part)
-        return grad.view(shape)
+        if self.used_slice is None:
+            return grad.view(shape)
+        # Rows or columns that this rank does not use get a zero gradient.
+        whole = grad.new_zeros(shape)
+        whole.narrow(*self.used_slice).copy_(grad.view(self.linear_weight.used_shape))
+        return whole
 
     def forward(self, x: Tensor) -> Tensor:
         """Applies the layer to x, this rank's part of the input."""
@@ -281,6 +292,40 @@ class Linear(ParallelLayer):
         return LinearCost(self.site.name, self.site.layout_context, factors, apart, whole)
 
 
+def _same_dim_examples() -> list[LayerExample]:
+    """Returns layers from a dim to itself, with packed inputs and outputs."""
+    made = []
+    for name, size in (("embed", 16), ("heads", 32), ("mlp", 24)):
+        x = ("batch", "seq", name)
+        made.append(LayerExample(_layer_factory(size, size, bias=True), (name, name), [x], [x]))
+    x = ("batch", "seq", "embed")
+    pair: Sequence[Dim] = ("batch", "seq", (2, "embed"))
+    triple: Sequence[Dim] = ("batch", "seq", (3, "embed"))
+    return [
+        *made,
+        LayerExample(_layer_factory(32, 16), ("embed", (2, "embed")), [pair], [x]),
+        LayerExample(
+            _layer_factory(32, 48, bias=True), ((3, "embed"), (2, "embed")), [pair], [triple]
+        ),
+    ]
+
+
+def _packed_input_examples() -> list[LayerExample]:
+    """Returns layers that leave, enter and reduce the dims of a packed input."""
+    outer = ("batch", "seq", "embed")
+    inner = ("batch", "seq", "mlp")
+    pair: Sequence[Dim] = ("batch", "seq", (2, "mlp"))
+    return [
+        LayerExample(_layer_factory(48, 16), ("embed", (2, "mlp")), [pair], [outer]),
+        LayerExample(
+            _layer_factory(32, 24), ("mlp", (2, "embed")), [("batch", "seq", (2, "embed"))], [inner]
+        ),
+        LayerExample(
+            _layer_factory(48, 3), ("rank", (2, "mlp")), [pair], [("batch", "seq", "rank")]
+        ),
+    ]
+
+
 def _low_rank_examples() -> list[LayerExample]:
     """Returns layers from and to an unsplit dim; no axis divides its size 3, so depth pads it."""
     sizes = {**EXAMPLE_SIZES, "rank": 3}
@@ -301,8 +346,8 @@ def _low_rank_examples() -> list[LayerExample]:
     return made
 
 
-def _layer_factory(into: int, out: int) -> Callable[[Any], torch.nn.Module]:
-    return lambda twin: twin(into, out, bias=False)
+def _layer_factory(into: int, out: int, *, bias: bool = False) -> Callable[[Any], torch.nn.Module]:
+    return lambda twin: twin(into, out, bias=bias)
 
 
 class Conv1D(Linear):
@@ -351,11 +396,9 @@ def parallel_linear_reference(
 ) -> list[Tensor]:
     """The same computation with differentiable collectives, which tests use as the reference."""
     (from_axis, from_dim), (to_axis, to_dim) = layers[0].comm_axes
-    xs = _split_input(
-        all_gather(copy_to_axis(x, layers[0].linear_comm.copy_axis), from_axis, from_dim),
-        layers,
-        apart,
-    )
+    x = unpack_input(copy_to_axis(x, layers[0].linear_comm.copy_axis), layers, from_dim)
+    x = pack_input(all_gather(x, from_axis, from_dim), layers, from_dim)
+    xs = _split_input(x, layers, apart)
     ys: list[Tensor] = []
     # The empty run at the end makes the loop include the layers after the last packed run.
     for run in [*runs, PackedLayers(len(layers), len(layers), None)]:
@@ -366,7 +409,7 @@ def parallel_linear_reference(
                 )
             )
         if run.matrix is not None:
-            sizes = [layer.weight.flatten(0, -2).shape[0] for layer in layers[run.start : run.stop]]
+            sizes = [one.matrix_shape[0] for one in layers[run.start : run.stop]]
             ys += differentiable_linear(xs[0], run.matrix, layers[run.start].matmul_backend).split(
                 sizes, -1
             )
@@ -428,7 +471,9 @@ class _ParallelLinear(torch.autograd.Function):
             if _needs_weight_grad(layers):
                 # Detached: a deferred dW must not keep the autograd graph alive.
                 x = ctx.saved_tensors[0].detach()
-                again = collectives.all_gather(x, from_axis, from_dim)
+                again = collectives.all_gather(
+                    unpack_input(x, layers, from_dim), from_axis, from_dim
+                )
             if again is not None and not hide:
                 again.wait()
             # 2. Gather dY: the reverse of the reduce-scatter of the output.
@@ -450,21 +495,23 @@ class _ParallelLinear(torch.autograd.Function):
                     dx = torch.cat(terms, -1)
                 else:
                     dx = _sum_tensors(terms)
-                pending = collectives.reduce_scatter(dx, from_axis, from_dim)
+                pending = collectives.reduce_scatter(
+                    unpack_input(dx, layers, from_dim), from_axis, from_dim
+                )
                 if not hide:
                     pending.wait()
             if again is not None:
                 # 4. Compute dW now, or later if the pipeline schedule defers it.
-                xs = _split_input(again.wait(), layers, ctx.apart)
+                x = pack_input(again.wait(), layers, from_dim)
+                xs = _split_input(x, layers, ctx.apart)
                 site.step_context.run_or_defer(
                     partial(_accumulate_weight_grads, site, layers, xs, dys)
                 )
             none = [None] * (3 + len(layers))
             if pending is None:
                 return None, *none
-            return collectives.all_reduce(
-                pending.wait(), layers[0].linear_comm.copy_axis
-            ).wait(), *none
+            dx = pack_input(pending.wait(), layers, from_dim)
+            return collectives.all_reduce(dx, layers[0].linear_comm.copy_axis).wait(), *none
 
 
 def _linear_forward(
@@ -472,7 +519,9 @@ def _linear_forward(
 ) -> tuple[Tensor, ...]:
     """Runs the forward pass outside of autograd. Communicates: all-gather x, reduce-scatter y."""
     (from_axis, from_dim), (to_axis, to_dim) = layers[0].comm_axes
-    xs = _split_input(collectives.all_gather(x, from_axis, from_dim).wait(), layers, apart)
+    x = unpack_input(x, layers, from_dim)
+    x = pack_input(collectives.all_gather(x, from_axis, from_dim).wait(), layers, from_dim)
+    xs = _split_input(x, layers, apart)
     packed_runs = {run.start: run for run in runs}
     ys: list[Tensor] = []
     while len(ys) < len(layers):
@@ -480,7 +529,7 @@ def _linear_forward(
         run = packed_runs.get(len(ys))
         weight = layer.handles["weight"].unsharded_data()
         if run is not None and run.matrix is not None:
-            sizes = [one.weight.flatten(0, -2).shape[0] for one in layers[run.start : run.stop]]
+            sizes = [one.matrix_shape[0] for one in layers[run.start : run.stop]]
             y = forward(xs[0], run.matrix, layer.matmul_backend)
             ys += y.split(sizes, -1)
         else:
@@ -535,10 +584,25 @@ def _sum_tensors(terms: list[Tensor]) -> Tensor:
     return total
 
 
+def unpack_input(x: Tensor, layers: Sequence[Linear], dim: int) -> Tensor:
+    """Returns a packed input `[b, s, p·n]` as `[b, s, p, n]`, if its features are gathered."""
+    packed = layers[0].num_packed_inputs
+    if dim != -1 or packed == 1:
+        return x
+    return x.view(*x.shape[:-1], packed, -1)
+
+
+def pack_input(x: Tensor, layers: Sequence[Linear], dim: int) -> Tensor:
+    """The reverse of `unpack_input`."""
+    if dim != -1 or layers[0].num_packed_inputs == 1:
+        return x
+    return x.flatten(-2)
+
+
 def buffer_dim(dim: int) -> int:
     """Returns the dim of the packed buffer that is scattered."""
     if dim == -1:
-        return 2
+        return -2
     return dim
 
 
@@ -552,10 +616,10 @@ def pack_outputs(ys: Sequence[Tensor], layers: Sequence[Linear], axis: Axis, dim
     for y, layer in zip(ys, layers, strict=True):
         # Parts of a packed weight (such as gate and up in one matrix) are each split over the axis.
         for one in y.unflatten(-1, (layer.num_packed, -1)).unbind(-2):
-            block = one.unflatten(-1, (layer.num_scatter_parts, -1))
+            block = one.unflatten(-1, (layer.linear_comm.num_scatter_parts, -1))
             # Fewer parts than ranks: neighbouring ranks share a kv head and get a copy each.
-            copies = axis.size // layer.num_scatter_parts
-            blocks.append(block if copies == 1 else block.repeat_interleave(copies, 2))
+            copies = axis.size // layer.linear_comm.num_scatter_parts
+            blocks.append(block if copies == 1 else block.repeat_interleave(copies, -2))
     return _concat_features(blocks)  # (b, s, col, m)
 
 
@@ -568,12 +632,12 @@ def unpack_output_grads(dy: Tensor, layers: Sequence[Linear], axis: Axis, dim: i
     out = []
     for layer in layers:
         each = [
-            next(blocks).unflatten(2, (layer.num_scatter_parts, -1))
+            next(blocks).unflatten(-2, (layer.linear_comm.num_scatter_parts, -1))
             for _ in range(layer.num_packed)
         ]
         # The reverse of the copies in `pack_outputs`.
-        parts = [x.squeeze(3) if x.shape[3] == 1 else x.sum(3) for x in each]
-        out.append(_concat_features([x.flatten(2) for x in parts]))
+        parts = [x.squeeze(-2) if x.shape[-2] == 1 else x.sum(-2) for x in each]
+        out.append(_concat_features([x.flatten(-2) for x in parts]))
     return out
 
 
@@ -587,7 +651,7 @@ def _concat_features(parts: Sequence[Tensor]) -> Tensor:
 def unpack_outputs(y: Tensor, layers: Sequence[Linear], dim: int) -> list[Tensor]:
     """Returns the outputs of the layers on this rank from the scattered buffer."""
     if dim == -1:
-        y = y.squeeze(2)
+        y = y.squeeze(-2)
     return list(y.split([sum(of_layer) for of_layer in output_widths(layers)], -1))
 
 
@@ -598,7 +662,7 @@ def pack_output_grads(grads: Sequence[Tensor], layers: Sequence[Linear], dim: in
     else:
         dy = torch.cat(list(grads), -1)
     if dim == -1:
-        return dy.unsqueeze(2)
+        return dy.unsqueeze(-2)
     return dy
 
 

@@ -22,7 +22,7 @@ from ranvier.cost import layers
 from ranvier.cost import linear as products
 from ranvier.cost.layers import LayerCost, LayoutContext
 from ranvier.errors import PlanError
-from ranvier.sharding import Dim, Sharding, matrix_dims
+from ranvier.sharding import Dim, Sharding, dim_name, matrix_dims
 
 if TYPE_CHECKING:
     from ranvier.config.run import RunConfig
@@ -110,7 +110,7 @@ class LayerSpec:
     def build_layer(self, prefix: str, ground: LayoutContext) -> LayerCost:
         """Returns its cost model (communication and compute) in a layout."""
         name = f"{prefix}{self.name}"
-        dims = [d if isinstance(d, str) else d[1] for d in self.dims]
+        dims = [dim_name(dim) for dim in self.dims]
         match self.kind:
             case "linear" | "siblings" | "apart":
                 factors = tuple(leaf._build_factor(ground) for leaf in self.inside or (self,))
@@ -165,7 +165,7 @@ class LayerSpec:
         kind = self.kind
         trained = self.trainable
         if kind in ("linear", "head", "embedding"):
-            cut = _weight_sharding(self.shape, dims, ground)
+            cut = ground.weight_sharding(self.shape, dims)
             # Embeddings are a separate group of the optimizer; a tied head belongs to it.
             if kind == "embedding" or self.tied:
                 group: ParamGroup = "embedding"
@@ -198,7 +198,7 @@ class LayerSpec:
             "down": ((expert, embed, mlp), (e, d, f)),
         }
         for own, (dims, shape) in found.items():
-            cut = _weight_sharding(shape, dims, ground)
+            cut = ground.weight_sharding(shape, dims)
             yield ParamSpec(
                 f"{name}.{own}",
                 block or name,
@@ -211,24 +211,9 @@ class LayerSpec:
     def _vector_param_spec(
         self, name: str, dim: Dim, size: int, ground: LayoutContext
     ) -> ParamSpec:
-        region = ground.table.activation_rule(dim if isinstance(dim, str) else dim[1])
+        region = ground.table.activation_rule(dim_name(dim))
         cut = Sharding.from_dims([size], [dim], region, ground.degrees, units=ground.units)
         return ParamSpec(name, VECTORS, cut, "vector", self.trainable)
-
-
-def _weight_sharding(
-    shape: tuple[int, ...], dims: tuple[Dim, ...], ground: LayoutContext
-) -> Sharding:
-    """Returns the sharding of the matrix of a layer, which is gathered before use."""
-    table = ground.table
-    return Sharding.from_dims(
-        shape,
-        dims,
-        table.weight_rule,
-        ground.degrees,
-        units=ground.units,
-        gather_axes=table.gather_axes,
-    )
 
 
 @dataclass(frozen=True, eq=False)

@@ -111,16 +111,16 @@ def _enable_float8(run: RunConfig, parallel: ParallelModel, flow: ActivationShap
     left = [name for name in named if not _fits_float8(layers[name], flow)]
     chosen = [name for name in named if name not in left]
     if named and not chosen:
+        out, into = layers[left[0]].matrix_shape
         raise PlanError(
             f"train.float8={run.train.float8!r}, but no layer has suitable sizes: tokens per "
             "micro-batch, input and output features must be multiples of "
-            f"{float8.SIZE_MULTIPLE}, not {_input_tokens(layers[left[0]], flow)}, "
-            f"{_matrix_shape(layers[left[0]])[1]} and {_matrix_shape(layers[left[0]])[0]}. Change "
-            "data.seq_len or the model, or use train.float8='off'."
+            f"{float8.SIZE_MULTIPLE}, not {_input_tokens(layers[left[0]], flow)}, {into} and "
+            f"{out}. Change data.seq_len or the model, or use train.float8='off'."
         )
     for name in chosen:
         layers[name].matmul_backend = products
-    count = sum(math.prod(_matrix_shape(layers[name])) for name in chosen)
+    count = sum(math.prod(layers[name].matrix_shape) for name in chosen)
     lines = [f"fp8 ({run.train.float8}): {len(chosen)} layers, {count:,} parameters per rank"]
     nowhere = sorted(
         set(run.train.float8_layers) - set(_name_parts(named)) - set(DEFAULT_FLOAT8_LAYERS)
@@ -141,22 +141,11 @@ def _name_parts(layers: Iterable[str]) -> list[str]:
 
 
 def _fits_float8(layer: Linear, flow: ActivationShape) -> bool:
-    return float8.supports_sizes(_input_tokens(layer, flow), *_matrix_shape(layer))
+    return float8.supports_sizes(_input_tokens(layer, flow), *layer.matrix_shape)
 
 
 def _linear_layers(parallel: ParallelModel) -> dict[str, Linear]:
     return {name: leaf for name, leaf in parallel.layers.items() if isinstance(leaf, Linear)}
-
-
-def _matrix_shape(layer: Linear) -> tuple[int, int]:
-    """Output and input features of the matmul on this rank."""
-    *out, into = layer.handles["weight"].sharding.unsharded_shape
-    size = 1
-    for extent in out:
-        size *= extent
-    if layer.is_transposed:
-        return (into, size)
-    return (size, into)
 
 
 def _input_tokens(layer: Linear, flow: ActivationShape) -> int:
