@@ -26,6 +26,8 @@ from ranvier.models.config import AdapterConfig, DecoderConfig
 from ranvier.models.decoder import Decoder
 from ranvier.models.feed_forward import FusedLinear
 
+Dim = str | tuple[int, str]
+"""A named dim, or several of one name that are packed, as in `ranvier.sharding`."""
 SHARED_A = "shared"
 """Name of an A matrix that several layers share."""
 ADAPTER_INFIX = ".adapters."
@@ -101,7 +103,7 @@ class Adapter(nn.Module):
         self,
         config: AdapterConfig,
         layers: Mapping[str, nn.Linear],
-        dims: Mapping[str, tuple[str, str]],
+        dims: Mapping[str, tuple[Dim, Dim]],
     ) -> None:
         """layers: all layers with this input, in order; dims: (out, in) of the adapted layers."""
         super().__init__()
@@ -126,7 +128,7 @@ class Adapter(nn.Module):
         self.token_adapters: TokenAdapters | None = None
         """Which ranks each token uses; set by an inference engine that serves several adapters."""
         # Set on the instance, as they depend on the adapted layers.
-        self.dims: dict[str, tuple[str, ...]] = {"dropout": (into,)}
+        self.dims: dict[str, tuple[Dim, ...]] = {"dropout": (into,)}
         self.dims |= {f"a.{name}": ("rank", into) for name in first}
         self.dims |= {f"b.{name}": (out, "rank") for name, (out, _) in dims.items()}
         self.dims |= {f"m.{name}": dims[name] for name in self.m}
@@ -222,9 +224,9 @@ def _initial_values(path: str, adapter: Adapter) -> dict[str, tuple[float, float
 
 def _adapter_groups(
     module: nn.Module, on: tuple[str, ...]
-) -> Iterator[tuple[str, dict[str, nn.Linear], dict[str, tuple[str, str]]]]:
+) -> Iterator[tuple[str, dict[str, nn.Linear], dict[str, tuple[Dim, Dim]]]]:
     """Yields the name of a (fused) layer, its linear layers, and the dims of the adapted ones."""
-    chosen: dict[str, dict[str, tuple[str, str]]] = {}
+    chosen: dict[str, dict[str, tuple[Dim, Dim]]] = {}
     for key, dims in getattr(module, "dims", {}).items():
         group, _, name = key.partition(".")
         # Matrices have two dims. A target matches the name of a layer or one of its dims.

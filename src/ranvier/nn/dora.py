@@ -14,9 +14,10 @@ from torch import Tensor
 
 from ranvier.comm.autograd import reduce_from_axis
 from ranvier.cost.layers import DoraNormCost
+from ranvier.errors import ShardingError
 from ranvier.nn.layer import LayerContext, ParallelLayer
 from ranvier.nn.linear import Linear
-from ranvier.sharding import WEIGHT_RULE, Dim
+from ranvier.sharding import WEIGHT_RULE, Dim, dim_name
 
 
 class DoraMagnitude(ParallelLayer):
@@ -30,8 +31,14 @@ class DoraMagnitude(ParallelLayer):
 
     def __init__(self, site: LayerContext, serial: torch.nn.Module, dims: Sequence[Dim]) -> None:
         super().__init__(site)
-        out, into = dims
-        assert isinstance(out, str) and isinstance(into, str), dims
+        out, into = dims[0], dim_name(dims[1])
+        assert isinstance(out, str), dims
+        # A rank has all rows of W, but only some rows of B.
+        if out == into:
+            raise ShardingError(
+                f"{site.name} is the DoRA magnitude of a layer from {into!r} to itself. DoRA does "
+                "not support such layers. Use LoRA without DoRA, or do not adapt the layer."
+            )
         assert isinstance(serial.weight, torch.nn.Parameter), type(serial.weight)
         self.shard_parameter(
             "weight", serial.weight, (out,), rule=site.table.activation_rule(out), mean=1.0
@@ -73,4 +80,4 @@ def _gather_matrix(layer: Linear) -> Tensor:
         weight = layer.gather_weight()
     else:
         weight = layer.handles["weight"].unsharded_data()
-    return weight.flatten(0, -2)
+    return layer.as_matrix(weight)

@@ -15,7 +15,7 @@ from ranvier import counter_rng
 from ranvier.comm.autograd import local_slice
 from ranvier.errors import ShardingError
 from ranvier.nn.layer import LayerContext, ParallelLayer
-from ranvier.sharding import Dim
+from ranvier.sharding import Dim, dim_name, num_packed_dims
 
 
 class Dropout(ParallelLayer):
@@ -27,7 +27,7 @@ class Dropout(ParallelLayer):
     Args:
         site: Name and context of the layer.
         serial: The `torch.nn.Dropout` to replace.
-        dims: Name of the feature dim of x.
+        dims: Name of the feature dim of x, which may be packed.
     """
 
     def __init__(
@@ -35,8 +35,8 @@ class Dropout(ParallelLayer):
     ) -> None:
         super().__init__(site)
         (dim,) = dims
-        assert isinstance(dim, str), dims
-        self.dim = dim
+        self.num_packed = num_packed_dims(dim)
+        self.dim = dim = dim_name(dim)
         self.p = serial.p
         self.rng_stream = torch.tensor(
             counter_rng.random_key(site.step_context.seed, "dropout", site.name)
@@ -60,8 +60,9 @@ class Dropout(ParallelLayer):
                 "Set its p to 0."
             )
         # If `dims` does not match the input, indices into the mask would be wrong.
-        whole = self.site.units.get(self.dim, x.shape[2] * self.features_axis.size)
-        if self.dim in ("embed", "mlp") and x.shape[2] * self.features_axis.size != whole:
+        here = x.shape[2] // self.num_packed
+        whole = self.site.units.get(self.dim, here * self.features_axis.size)
+        if self.dim in ("embed", "mlp") and here * self.features_axis.size != whole:
             raise ShardingError(
                 f"{self.site.name} has dims ({self.dim!r},) with {self.dim}={whole}, but its input "
                 f"has {x.shape[2]} features on each of {self.features_axis.size} ranks. Its dims "
@@ -70,7 +71,9 @@ class Dropout(ParallelLayer):
         samples = self._local_sample_numbers(x)
         # Global indices of the local elements: the mask must not depend on how x is split.
         tokens = self._local_token_numbers(x)
-        features = torch.arange(x.shape[2], device=x.device) + self.features_axis.index * x.shape[2]
+        starts = torch.arange(self.num_packed, device=x.device) * self.features_axis.size
+        starts = (starts + self.features_axis.index) * here
+        features = (starts.unsqueeze(1) + torch.arange(here, device=x.device)).flatten()
         mask = counter_rng.dropout_mask(
             x.shape,
             [samples.view(-1, 1, 1), tokens.unsqueeze(-1), features],
