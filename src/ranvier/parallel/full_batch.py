@@ -365,6 +365,13 @@ def _refuse_other_region(leaf: Linear, name: str, feed: FullBatchInputs) -> None
     """Raises if the layout of an input differs from the layout that its layer expects."""
     have = feed.layouts[name]
     parallel = feed.parallel
+    # Each of the packed dims is split, but the features of an input are split as one.
+    if leaf.num_packed_inputs > 1 and have.parts_per_dim(parallel.grid)[-1] > 1:
+        raise ShardingError(
+            f"{leaf.site.name} reads {name} as {leaf.linear_weight.packed_in_dim}, but it was "
+            f"split as {have.dims[-1]!r}. Features of an input cannot be packed. Pass the "
+            f"{leaf.num_packed_inputs} parts as inputs, and use torch.cat in the model."
+        )
     want = ActivationLayout.from_dims((*have.dims[:-1], leaf.in_dim), parallel.table)
     if have.parts_per_dim(parallel.grid) != want.parts_per_dim(parallel.grid):
         raise ShardingError(
@@ -501,6 +508,7 @@ def _layout_from_shape(y: Tensor, feed: FullBatchInputs, seen: LastLayerOutput) 
         )
         want = [n // k for n, k in zip(whole, parts, strict=False)]
         if y.dim() == len(names) and [*y.shape[: len(want)]] == want:
+            _refuse_packed_output(y, layout, feed, seen)
             return layout
         expected.append(f"[{', '.join(map(str, want))}, ...]")
     raise ShardingError(
@@ -512,6 +520,21 @@ def _layout_from_shape(y: Tensor, feed: FullBatchInputs, seen: LastLayerOutput) 
         "features after the call, or set output_dims, e.g. ('batch', 'seq', 'embed'), next to "
         "dims."
     )
+
+
+def _refuse_packed_output(
+    y: Tensor, layout: ActivationLayout, feed: FullBatchInputs, seen: LastLayerOutput
+) -> None:
+    """Raises if the output has a part of each of several packed dims on each rank."""
+    leaf = seen.layer
+    if not isinstance(leaf, Linear) or seen.output is not y or leaf.num_packed == 1:
+        return
+    if layout.parts_per_dim(feed.parallel.grid)[-1] > 1:
+        raise ShardingError(
+            f"The output of the model is that of {leaf.site.name}, which packs "
+            f"{leaf.linear_weight.packed_out_dim}. The features of an output cannot be packed. "
+            f"Return its parts, y.chunk({leaf.num_packed}, -1)."
+        )
 
 
 def _pad_vocabulary(y: Tensor, parallel: ParallelModel) -> Tensor:

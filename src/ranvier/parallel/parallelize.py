@@ -202,6 +202,7 @@ def parallelize(
         )
     )
     _refuse_own_attention(model, site, found)
+    _refuse_unlike_layers(found)
     made = _build_parallel_model(model, site, found, blocks, plan, pipeline, where)
     made.token_order = plan.token_order
     model.parallel = made  # type: ignore[assignment]
@@ -423,6 +424,19 @@ def _refuse_own_attention(
             f"context={ranks}. Attention in the model's own code would see the tokens of one rank "
             "only. Use ranvier.models.decoder.AttentionCore for it, or context=1."
         )
+
+
+def _refuse_unlike_layers(found: Mapping[str, ParallelLayer]) -> None:
+    """Raises if the layers of a fused layer, which share collectives, need different ones."""
+    for name, leaf in found.items():
+        if not isinstance(leaf, FusedLinear):
+            continue
+        if len({layer.linear_comm.comm for layer in leaf.layers}) > 1:
+            dims = ", ".join(str((layer.out_dim, layer.in_dim)) for layer in leaf.layers)
+            raise ShardingError(
+                f"{name} fuses layers with the dims {dims}. Fused layers share their collectives, "
+                "so all must enter, leave or stay in a region alike. Do not fuse the others."
+            )
 
 
 def _build_load_balancer(
