@@ -22,6 +22,7 @@ from ranvier.cost.linear import align_columns
 from ranvier.planner.cluster import Device, MatmulRate
 from ranvier.planner.frameworks import FLASH_EFFICIENCY, RANVIER, FrameworkProfile
 from ranvier.planner.model_spec import BlockSpec, LayerSpec
+from ranvier.sharding import dim_name
 
 MATMUL_TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 1.06), (128, 64, 1.2))
 """Output tiles of a matmul: rows, columns, and relative cost of memory traffic of smaller ones."""
@@ -323,9 +324,14 @@ def shared_expert_seconds(part: BlockSpec, device: Device, setup: ComputeContext
 
 
 def _local_matmul_shape(leaf: LayerSpec, setup: ComputeContext) -> tuple[int, int]:
-    sizes = zip(_dim_names(leaf), leaf.shape, strict=True)
-    out, into = (local_size(name, size, setup) for name, size in sizes)
-    return out, into
+    out, into = _dim_names(leaf)
+    columns = local_size(into, leaf.shape[1], setup)
+    if out != into:
+        return local_size(out, leaf.shape[0], setup), columns
+    # Of row and col, one splits the in dim of such a layer. The other splits its tokens, or also
+    # its in dim: fewer rows for all tokens are as many FLOPs.
+    other = setup.col if into in ROW_SPLIT_DIMS else setup.row
+    return -(-leaf.shape[0] // other), columns
 
 
 @lru_cache(maxsize=50_000)
@@ -424,7 +430,7 @@ def local_heads(part: BlockSpec, leaf: LayerSpec, setup: ComputeContext) -> floa
 
 def _dim_names(leaf: LayerSpec) -> list[str]:
     """Returns the names of the dims of a layer."""
-    return [dim if isinstance(dim, str) else dim[1] for dim in leaf.dims]
+    return [dim_name(dim) for dim in leaf.dims]
 
 
 def _elementwise_seconds(

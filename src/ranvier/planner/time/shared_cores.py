@@ -35,6 +35,7 @@ from ranvier.planner.time import compute, links
 from ranvier.planner.time.compute import DTYPE_BYTES, ComputeContext
 from ranvier.planner.time.context_attention import attention_factor, context_attention_time
 from ranvier.planner.time.links import RankGroup
+from ranvier.sharding import dim_name, num_packed_dims
 
 ELEMENTS_PER_DIM: Mapping[str, float] = {
     "embed": 86.0,
@@ -243,11 +244,8 @@ def _dim_sizes(part: BlockSpec) -> dict[str, int]:
     for leaf in part.layers:
         for one in leaf.inside or (leaf,):
             for dim, size in zip(one.dims, one.shape, strict=False):
-                if isinstance(dim, str):
-                    name = dim
-                else:
-                    name = dim[1]
-                found[name] = max(found.get(name, 0), size)
+                name = dim_name(dim)
+                found[name] = max(found.get(name, 0), size // num_packed_dims(dim))
     return found
 
 
