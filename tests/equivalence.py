@@ -11,6 +11,7 @@ import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -36,6 +37,7 @@ from ranvier.tools.serial_optimizer import build_serial_optimizer
 from ranvier.tools.verify import predict_events
 from ranvier.trace import diff_events
 from ranvier.train.step import forward_backward
+from same_dim_cases import build_same_dim_model
 from states import assemble
 
 ONE_PASS, STEPS = 1e-12, 1e-9
@@ -244,6 +246,12 @@ def build(name: str) -> nn.Module:
         return _build_sized(name).double()
     more = {"lopsided": _lopsided, "four": _deep(layers=4), "adapted": _adapted}
     more["jitter"] = _mixture(2, 8, "jitter", "capacity")
+    more["same dim"] = build_same_dim_model
+    more["same dim deep"] = partial(build_same_dim_model, layers=6)
+    more["same dim lora"] = partial(
+        build_same_dim_model,
+        lora=AdapterConfig(rank=2, target_modules=("mix", "pair", "a", "b", "down", "last")),
+    )
     more["one kv head"] = _deep(layers=2, kv_heads=1)
     more["windows"] = _deep(layers=2, sliding_window=3)
     # Documents of more than 4 tokens have other frequencies.
