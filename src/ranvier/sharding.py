@@ -256,12 +256,11 @@ class ShardingTable:
         )
 
     def weight_axes(self, out: str, into: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Returns the axes that split the out and the in dim of the matrix with which a rank
-        multiplies.
+        """Returns the axes that split the out dim and the in dim of the matrix that a rank uses.
 
-        Between the regions they are those of `WEIGHT_RULE`. The other dim of a LoRA rank is split
-        like its activations, and so is the in dim of a same-dim layer; its out dim is not split,
-        because an axis can split only one of them.
+        Between the regions they are those of `WEIGHT_RULE`. From and to a LoRA rank, the other dim
+        is split like its activations. From a dim to itself, the in dim is split like the input, and
+        the out dim is not, because an axis can split only one of them.
         """
         if out == into:
             return (), self.feature_axes(into)

@@ -22,23 +22,25 @@ DIMS = ("batch", "seq", "embed")
 
 
 class Dropping(nn.Module):
-    dims = {"drop": ("embed",)}
-
-    def __init__(self, p: float = 0.25) -> None:
+    def __init__(self, p: float = 0.25, packed: int = 1) -> None:
         super().__init__()
-        self.sizes = {"embed": 16}
+        self.sizes = {"embed": 16 // packed}
+        self.dims = {"drop": ((packed, "embed") if packed > 1 else "embed",)}
         self.drop = nn.Dropout(p)
 
 
-def dropped(grid: Grid, seed: int, first: int) -> tuple[Tensor, Shard]:
-    """My part of ones after dropout."""
-    model = parallelize(Dropping(), grid, seed=seed)
+def dropped(grid: Grid, seed: int, first: int, packed: int = 1) -> tuple[Tensor, Shard]:
+    """My part of ones after dropout. packed: dims that are packed into the features."""
+    model = parallelize(Dropping(packed=packed), grid, seed=seed)
     place = Sharding.from_dims(
-        SHAPE, DIMS, ShardingTable().activation_rule("embed"), grid.degrees
+        SHAPE,
+        (*DIMS[:2], (packed, "embed")),
+        ShardingTable().activation_rule("embed"),
+        grid.degrees,
     ).shard_at(grid.index)
     rows = slice(place.global_offset[0], place.global_offset[0] + place.valid_shape[0])
     model.parallel.step_context.samples = torch.arange(first, first + 8)[rows]
-    return model.drop(place.slice_from(torch.ones(SHAPE))), place
+    return model.drop(place.slice_from(torch.ones(SHAPE)).flatten(2)), place
 
 
 def whole(parts: list[tuple[Tensor, Shard]]) -> Tensor:
@@ -51,6 +53,14 @@ def test_mask_is_the_same_on_every_grid(pool: Pool) -> None:
     assert torch.equal(one.unique(), torch.tensor([0.0, 1.0]) / 0.75)
     for degrees in ({"row": 2, "col": 2, "depth": 2}, {"row": 8}, {"col": 4, "data": 2}):
         assert torch.equal(whole(pool.on_grid(degrees, dropped, 1, 0)), one)
+
+
+def test_mask_of_packed_dims_is_the_same_on_every_grid(pool: Pool) -> None:
+    """A rank has its part of each of the packed dims."""
+    one = whole(pool.on_grid({}, dropped, 1, 0))
+    for degrees in ({"col": 2, "depth": 2}, {"row": 2, "col": 4}):
+        packed = whole(pool.on_grid(degrees, dropped, 1, 0, 2))
+        assert torch.equal(packed.view(SHAPE), one.view(SHAPE))
 
 
 def test_mask_depends_on_seed_and_sample(pool: Pool) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import leaf_cases
-from equivalence import Case, Serial, batch_of, compare, micros_of, run_case, worst
+from equivalence import Case, Serial, batch_of, compare, micros_of, reload, run_case, worst
 from grids import label
 from pool import Pool, device_of
 from ranvier.config.plan import Plan
@@ -39,6 +39,7 @@ from ranvier.sharding import ShardingTable
 from ranvier.trace import diff_events
 from ranvier.train.step import forward_backward
 from same_dim_cases import build_same_dim_model
+from states import assemble
 
 pytestmark = pytest.mark.nccl
 LR, CLIP = 1e-2, 0.5
@@ -91,6 +92,17 @@ def differences(pool: Pool, degrees: dict[str, int], case: Case) -> list[str]:
 @pytest.mark.parametrize(("degrees", "case"), list_cases())
 def test_a_model_equals_one_process(pool: Pool, degrees: dict[str, int], case: Case) -> None:
     assert differences(pool, degrees, case) == []
+
+
+def test_the_state_reloads_on_another_grid(pool: Pool) -> None:
+    """The columns of a packed in dim that a rank holds are not consecutive."""
+    whole = serial("same dim", 16)
+    case = Case("same dim", inner="features", steps=3)
+    results = pool.on_grid({"depth": 2, "col": 2}, run_case, case, whole.batch, LR, CLIP)
+    state = [assemble(result[key] for result in results) for key in ("after", "optimizer")]
+    for degrees in ({"row": 2, "col": 2}, {"depth": 3}):
+        found = pool.on_grid(degrees, reload, Case("same dim", steps=3), *state)
+        assert [line for lines in found for line in lines] == []
 
 
 def run_broken(grid: Grid, case: Case, batch: Any) -> dict[str, Any]:
