@@ -104,7 +104,8 @@ def test_every_conversation_is_there_once_with_its_answer(
         assert one.tokens[: len(tokens)].tolist() == tokens and not one.tokens[len(tokens) :].any()
         assert one.targets[: len(tokens)].tolist() == targets
         assert set(one.targets[len(tokens) :]) == {IGNORE_INDEX}
-        assert np.array_equal(one.positions, np.arange(100)) and not one.documents.any()
+        assert np.array_equal(one.positions, np.arange(100))
+        assert one.documents.tolist() == [int(i >= len(tokens)) for i in range(100)]
 
 
 def test_what_is_longer_than_a_window(tmp_path: Path) -> None:

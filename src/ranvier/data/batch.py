@@ -39,7 +39,8 @@ class Window:
     targets: Ints
     """The next token; IGNORE_INDEX where there is none."""
     positions: Ints
-    """Position within the document, counted from its first token in this window."""
+    """Position within the document, counted from its first token in this window; without a
+    document mask, within the window."""
     documents: Ints
     """Index of the document within this window."""
 

@@ -312,13 +312,13 @@ class DocumentStream:
         targets = np.full(self.seq, IGNORE_INDEX, np.int64)
         targets[: len(read) - 1] = read[1:]
         index = np.arange(self.seq)
-        if not self.document_mask:
-            return Window(tokens, targets, index, np.zeros(self.seq, np.int64))
-        # The last token of a document has no target.
-        targets[:count][places[:count] == self.document_ends[owners] - 1] = IGNORE_INDEX
         # Padding is a separate document, so that nothing attends to it.
         documents = np.full(self.seq, owners[-1] - low + 1)
         documents[:count] = owners - low
+        if not self.document_mask:
+            return Window(tokens, targets, index, documents)
+        # The last token of a document has no target.
+        targets[:count][places[:count] == self.document_ends[owners] - 1] = IGNORE_INDEX
         # Positions restart at 0 with each document.
         begins = np.where(np.diff(documents, prepend=-1) > 0, index, 0)
         return Window(tokens, targets, index - np.maximum.accumulate(begins), documents)

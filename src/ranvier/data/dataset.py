@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import TypedDict
 
 from ranvier.data.cache import DataFormat, cache_corpus
+from ranvier.data.canaries import CanaryDocuments, CanaryPlacement
 from ranvier.data.chat.tokenize import ChatEncoder, LossOn
 from ranvier.data.checksums import digest_of
 from ranvier.data.corpus import Corpus, DocumentStream
+from ranvier.data.goldfish import GoldfishMask
 from ranvier.data.mixture import PERIOD_SAMPLES, CorpusMixture, check_weights
 from ranvier.data.packing import ConversationStream, Packing, Truncate
 from ranvier.data.prepare import PrepareProgress
@@ -29,10 +31,22 @@ class TextData:
 
     @property
     def fingerprint(self) -> str:
-        """Digest of all corpora and their quotas."""
+        """Digest of all corpora and their quotas, of canaries, and of the mask of targets."""
         # Quotas, not weights: equal quotas give the same order of samples.
         prints = [corpus.manifest.fingerprint for corpus in self.corpora]
-        return digest_of(*prints, *map(str, self.train.quotas))
+        prints += map(str, self.train.quotas)
+        if self.train.canaries is not None:
+            prints.append(self.train.canaries.fingerprint)
+        if self.train.goldfish is not None:
+            prints.append(self.train.goldfish.summary)
+        return digest_of(*prints)
+
+    @property
+    def canaries(self) -> CanaryDocuments | None:
+        """The documents whose memorization is measured; None if there are none."""
+        if self.train.canaries is None:
+            return None
+        return self.train.canaries.canaries
 
     @property
     def vocab(self) -> int:
@@ -51,7 +65,8 @@ class TextData:
 
     @property
     def summary_lines(self) -> list[str]:
-        """One line per corpus, a second one for conversations."""
+        """One line per corpus, a second one for conversations; canaries, and the mask of
+        targets."""
         lines = []
         for number, corpus in enumerate(self.corpora):
             known = corpus.manifest
@@ -68,6 +83,10 @@ class TextData:
             )
             if isinstance(stream, ConversationStream):
                 lines.append(f"{known.source}: {stream.summary_line}; template {known.template}")
+        if self.train.canaries is not None:
+            lines.append(self.train.canaries.summary_line)
+        if self.train.goldfish is not None:
+            lines.append(self.train.goldfish.summary)
         return lines
 
     def save_files(self, folder: Path) -> None:
@@ -125,11 +144,14 @@ def open_data(
     truncate: Truncate = "right",
     loss_on: LossOn = "assistant",
     packing: Packing = "full",
+    canaries: CanaryPlacement | None = None,
+    goldfish: GoldfishMask | None = None,
 ) -> TextData:
     """Open prepared corpora; called on every rank of a run.
 
     weights: of the corpora; None weights them by their tokens. held_out: fraction of the documents.
-    truncate, loss_on: for conversations. packing: of conversations to train on.
+    truncate, loss_on: for conversations. packing: of conversations to train on. canaries, goldfish:
+    only for samples to train on.
     """
     _check_options(len(folders), seq, held_out)
     if weights:
@@ -152,7 +174,8 @@ def open_data(
         aside = CorpusMixture([s for s, _ in kept], [w for _, w in kept], 0)
     else:
         aside = None
-    return TextData(CorpusMixture(streams, shares, seed), aside, corpora)
+    train = CorpusMixture(streams, shares, seed, canaries=canaries, goldfish=goldfish)
+    return TextData(train, aside, corpora)
 
 
 def _check_options(count: int, seq: int, held_out: float) -> None:

@@ -11,16 +11,22 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ranvier.counter_rng import random_key
-from ranvier.data.batch import Batch, Window, read_windows
+from ranvier.data.batch import Batch, Ints, Window, read_windows
 from ranvier.data.corpus import DocumentStream
+from ranvier.data.goldfish import GoldfishMask
 from ranvier.data.packing import ConversationStream
 from ranvier.errors import PlanError
+from ranvier.nn.cross_entropy import IGNORE_INDEX
+
+if TYPE_CHECKING:
+    from ranvier.data.canaries import CanaryPlacement
 
 PERIOD_SAMPLES = 10_000
 """Number of samples in which every stream has exactly its share."""
@@ -100,18 +106,60 @@ def check_weights(weights: Sequence[float], count: int) -> None:
         raise PlanError(problems)
 
 
+def insert_document(window: Window, tokens: Ints, *, document_mask: bool) -> Window:
+    """The sample with a document in place of its first tokens.
+
+    What is left of the document that it cuts begins anew.
+    """
+    seq = len(window.tokens)
+    count = len(tokens)
+    targets = window.targets.copy()
+    # The end token predicts nothing.
+    targets[:count] = np.append(tokens[1:], IGNORE_INDEX)
+    documents = np.zeros(seq, np.int64)
+    positions = np.arange(seq)
+    if count < seq:
+        rest = window.documents[count:]
+        documents[count:] = rest - rest[0] + 1
+        if document_mask:
+            cut = np.where(rest == rest[0], window.positions[count], 0)
+            positions[count:] = window.positions[count:] - cut
+    return replace(
+        window,
+        tokens=np.append(tokens, window.tokens[count:]),
+        targets=targets,
+        positions=positions,
+        documents=documents,
+    )
+
+
+def insert_length(lengths: Sequence[int], count: int) -> tuple[int, ...]:
+    """Lengths of the documents of a sample after its first `count` tokens are replaced by one."""
+    ends = np.cumsum(lengths)
+    left = np.diff(np.maximum(ends - count, 0), prepend=0)
+    return (count, *left[left > 0].tolist())
+
+
 class CorpusMixture:
-    """Streams mixed by weight: sample n is a window of one of them."""
+    """Streams mixed by weight: sample n is a window of one of them.
+
+    canaries: documents that replace the beginning of some samples. goldfish: drops targets.
+    """
 
     def __init__(
         self,
         streams: Sequence[DocumentStream | ConversationStream],
         weights: Sequence[float],
         seed: int,
+        *,
+        canaries: CanaryPlacement | None = None,
+        goldfish: GoldfishMask | None = None,
     ) -> None:
         check_weights(weights, len(streams))
         self.streams = list(streams)
         self.seed = seed
+        self.canaries = canaries
+        self.goldfish = goldfish
         self.quotas = stream_quotas(weights)
         self._period: tuple[int, NDArray[np.int64], NDArray[np.int64]] | None = None
 
@@ -166,18 +214,37 @@ class CorpusMixture:
 
     def read_sample(self, number: int) -> Window:
         """Sample `number` of a run."""
-        stream, window = self._find_window(number)
-        return stream.read_window(window)
+        stream, place = self._find_window(number)
+        window = stream.read_window(place)
+        canary = self._find_canary(number)
+        if canary is not None:
+            window = insert_document(window, canary, document_mask=self.document_mask)
+        # On the whole sample, before ranks split it: all grids learn the same targets.
+        if self.goldfish is not None:
+            window = self.goldfish.apply(window, number)
+        return window
 
     def document_lengths(self, number: int) -> tuple[int, ...]:
         """Number of tokens of each document of sample `number`, without reading its tokens."""
-        stream, window = self._find_window(number)
-        return stream.window_lengths(window)
+        stream, place = self._find_window(number)
+        lengths = stream.window_lengths(place)
+        canary = self._find_canary(number)
+        if canary is not None and self.document_mask:
+            return insert_length(lengths, len(canary))
+        return lengths
 
     def padding_length(self, number: int) -> int:
         """Number of tokens of padding of sample `number`."""
-        stream, window = self._find_window(number)
-        return stream.window_padding(window)
+        stream, place = self._find_window(number)
+        canary = self._find_canary(number)
+        taken = 0 if canary is None else len(canary)
+        return min(stream.window_padding(place), self.seq - taken)
+
+    def _find_canary(self, number: int) -> Ints | None:
+        """The tokens of the canary in sample `number`; None if it has none."""
+        if self.canaries is None:
+            return None
+        return self.canaries.find_tokens(number)
 
     def _find_window(self, number: int) -> tuple[DocumentStream | ConversationStream, int]:
         """The stream of sample `number`, and the window of the stream."""

@@ -284,5 +284,5 @@ class ConversationStream:
         # Padding is a separate document with its own positions.
         positions[at:], documents[at:] = np.arange(self.seq - at), len(mine)
         if not self.document_mask:
-            return Window(tokens, targets, np.arange(self.seq), np.zeros(self.seq, np.int64))
+            positions = np.arange(self.seq)
         return Window(tokens, targets, positions, documents)

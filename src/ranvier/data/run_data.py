@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from ranvier.config.kinds import find_kind
 from ranvier.config.run import RunConfig
 from ranvier.config.sections import ModelConfig
 from ranvier.data.batch import SampleBatch, SampleSource
+from ranvier.data.canaries import CanaryDocuments
 
 
 class RunData(Protocol):
@@ -32,6 +33,15 @@ class RunData(Protocol):
 
     def save_files(self, folder: Path) -> None:
         """Write the files that are needed to use the model into the directory of its run."""
+
+
+@runtime_checkable
+class CanaryData(Protocol):
+    """Data with documents whose memorization is measured."""
+
+    @property
+    def canaries(self) -> CanaryDocuments | None:
+        """The documents; None if there are none."""
 
 
 class DataSource(Protocol):
