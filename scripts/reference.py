@@ -35,7 +35,7 @@ from ranvier.launch import environment
 from ranvier.models import MODEL_SIZES
 from ranvier.setting import setting_info
 from ranvier.train.metrics import Meter
-from ranvier.train.report import moe, work
+from ranvier.train.report import memorization, moe, work
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docs" / "reference"
@@ -99,6 +99,8 @@ of [`ranvier serve`](commands.md#serve): `--engine.max-num-seqs 64`.
 METRICS = {
     "step": "Index of the step, starting at 0.",
     "tokens": "Tokens processed so far, including this step and padding.",
+    "supervised_tokens": "Targets of the loss so far, including this step: tokens without padding, "
+    "prompts, and what the goldfish loss drops.",
     "loss": "Mean loss over all targets of the step. Null if it is not finite.",
     "lr": "Learning rate of this step, before the factor of a parameter group.",
     "grad_norm": "Gradient norm of the whole model before clipping. Null if it is not finite.",
@@ -139,6 +141,11 @@ WORK_METRICS = {
     "depth, col and context. Ranks that differ in `pipe` and `row` only have the same. Missing for "
     "more than 64.",
 }
+CANARY_METRICS = {
+    "canary_match": "Object: fraction of the canaries of each bucket whose last "
+    "`train.canary_suffix` tokens follow by greedy decoding from the tokens before them.",
+    "canary_loss": "Object: mean loss of the canaries of each bucket, in nats per token.",
+}
 FILES = {
     "config.toml": "All settings with the values that were used. `ranvier train RUN` reads it.",
     "run.json": "Facts on the run, see below.",
@@ -155,6 +162,7 @@ FILES = {
     "Perfetto.",
     "eval-STEP.json": "Results of `ranvier eval`.",
     "eval-STEP.html, needle-STEP.jsonl": "Heat map and answers of `ranvier eval --tasks needle`.",
+    "canaries-STEP.jsonl": "Canaries and answers of `ranvier eval --canaries`.",
     "profile/": "Results of `ranvier profile`.",
     "published/": "Files of an imported model except its weights.",
     "before-N-*": "Checkpoints and metrics of an earlier run in the same directory, moved by "
@@ -338,6 +346,8 @@ EXAMPLES = {
     "dry-run": "ranvier dry-run --model.size gpt2 --plan.row 4 --plan.global-batch 8",
     "data prepare": "ranvier data prepare my.jsonl --output data/mine",
     "data needles": "ranvier data needles texts --tokens 100000 --output data/needles",
+    "data canaries": "ranvier data canaries texts --documents 2 --buckets 0 8 --length 20 "
+    "--output canaries.jsonl",
     "data show": "ranvier data show data/mine",
     "checkpoint ls": "ranvier checkpoint ls runs/mine",
     "checkpoint verify": "ranvier checkpoint verify runs/mine",
@@ -621,6 +631,9 @@ def metrics() -> Iterator[str]:
     assert [*WORK_METRICS] == [*work.METRIC_LABELS, work.RANKS_KEY]
     yield from ("", "Ranks with different documents have these fields in addition:", "")
     yield from described(("field", "description"), WORK_METRICS)
+    assert [*CANARY_METRICS] == [memorization.MATCH_KEY, memorization.LOSS_KEY]
+    yield from ("", "Steps with an evaluation of canaries have these fields in addition:", "")
+    yield from described(("field", "description"), CANARY_METRICS)
 
 
 def run_directory() -> Iterator[str]:

@@ -19,6 +19,7 @@ from ranvier.config.sections import (
     OptimConfig,
     TrainConfig,
 )
+from ranvier.data.canaries import CanaryDocuments
 from ranvier.data.dataset import open_data
 from ranvier.data.prepare import prepare_corpus
 from ranvier.data.tokenizer import ByteTokenizer
@@ -26,6 +27,7 @@ from ranvier.grid import Grid
 from ranvier.models import DecoderConfig
 from ranvier.train.resolve import ResolveContext, resolve_run
 from ranvier.train.resume.checkpointing import state_tensors
+from ranvier.train.text import goldfish_mask, place_canaries
 from ranvier.train.trainer import Trainer
 
 SHAPE = {"layers": 2, "embed": 16, "heads": 4, "kv_heads": 2, "head_dim": 4, "mlp": 24}
@@ -64,7 +66,13 @@ def run_of(out: str, degrees: dict[str, int], steps: int, **changes: Any) -> Res
     return resolve_run(run, ResolveContext(world_size=world))
 
 
-def trainer_of(grid: Grid, corpus: str, run: ResolvedRun, device: str = "") -> Trainer:
+def trainer_of(
+    grid: Grid,
+    corpus: str,
+    run: ResolvedRun,
+    device: str = "",
+    canaries: CanaryDocuments | None = None,
+) -> Trainer:
     """A trainer on a corpus. device: empty: that of the grid's backend."""
     data = open_data(
         [corpus],
@@ -74,6 +82,8 @@ def trainer_of(grid: Grid, corpus: str, run: ResolvedRun, device: str = "") -> T
         packed=run.data.document_mask,
         truncate=run.data.truncate,
         loss_on=run.data.loss_on,
+        canaries=None if canaries is None else place_canaries(run, canaries),
+        goldfish=goldfish_mask(run),
     )
     return Trainer.from_run(run, grid, torch.device(device or device_of(grid)), data)
 

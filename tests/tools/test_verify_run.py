@@ -90,6 +90,12 @@ def test_a_pruned_run_on_the_host_is_verified(changes: dict[str, Any]) -> None:
     assert wrong(report) == [] and len(report.differences) == 8
 
 
+def test_samples_with_canaries_and_dropped_targets_are_verified() -> None:
+    changes = {"data__goldfish_k": 2, "data__canaries": "canaries.jsonl", "data__canary_samples": 9}
+    report = report_of(**changes, train__canary_interval=1)
+    assert wrong(report) == [] and len(report.differences) == 7
+
+
 def test_masks_of_other_weights_are_seen() -> None:
     with mock.patch.object(MaskLoader, "weights_to_fill", with_masks_of_initial_values):
         found = wrong(report_of(prune__sparsity=0.5))

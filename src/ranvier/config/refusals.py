@@ -286,6 +286,39 @@ REFUSALS: tuple[Refusal, ...] = (
         "Use a weight greater than 0",
     ),
     Refusal(
+        lambda run: run.data.goldfish_k == 1,
+        "data.goldfish_k=1 drops every target",
+        "One of goldfish_k targets is dropped, and the others are learned",
+        "Use data.goldfish_k=4, or 0 to learn all targets",
+    ),
+    Refusal(
+        lambda run: (
+            run.data.goldfish_k > 1
+            and run.data.goldfish_strategy in ("hash", "hash-table")
+            and run.data.goldfish_context_width >= run.data.seq_len
+        ),
+        "data.goldfish_context_width={data.goldfish_context_width} with "
+        "data.seq_len={data.seq_len} drops nothing",
+        "Only targets with that many tokens before them in their sample are dropped",
+        "Use a width of 13, or a larger data.seq_len",
+    ),
+    Refusal(
+        lambda run: (
+            bool(run.data.goldfish_k or run.data.canaries)
+            and not isinstance(run.model, DecoderConfig)
+        ),
+        "data.goldfish_k={data.goldfish_k}, data.canaries={data.canaries!r} with "
+        "model.kind={model.kind!r}",
+        "Only a decoder learns documents of tokens",
+        "Use data.goldfish_k=0 without data.canaries",
+    ),
+    Refusal(
+        lambda run: run.train.canary_interval > 0 and not run.data.canaries,
+        "train.canary_interval={train.canary_interval} without data.canaries",
+        "An evaluation of canaries needs their file",
+        "Set data.canaries, or use train.canary_interval=0",
+    ),
+    Refusal(
         lambda run: run.plan.cuda_graph and run.data.document_mask,
         "plan.cuda_graph=True with data.document_mask=True",
         "A CUDA graph repeats the same work in each step, but documents differ",

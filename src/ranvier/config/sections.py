@@ -214,6 +214,25 @@ class DataConfig:
     keeps what it had."""
     validation_fraction: float = setting(0.02, fraction=True, usual=0.02)
     """Fraction of the documents, selected by hash, that is held out of training for evaluation."""
+    goldfish_k: int = setting(0, minimum=0, maximum=2**31)
+    """Goldfish loss: one of goldfish_k targets is not learned, so that documents that are read
+    several times are not memorized. At least 2; 0 disables it. Held-out samples keep all
+    targets."""
+    goldfish_context_width: int = setting(13, minimum=1, maximum=2**16, unit="tokens")
+    """Number of tokens that decide with goldfish_strategy hash or hash-table whether a target is
+    dropped. Targets with fewer tokens of their document before them in the sample are kept."""
+    goldfish_strategy: Literal["hash", "hash-table", "static", "random"] = "hash"
+    """Which targets are dropped. hash: those with a small hash of the tokens before them, so that a
+    passage has the same mask wherever it is. hash-table: as in the published code, by a product
+    of the last tokens, including the target. static: every goldfish_k-th of a document. random:
+    others each time, which does not prevent memorization."""
+    canaries: str = ""
+    """JSONL file of documents whose memorization is measured: text, times (how often the run reads
+    it) and bucket (its group in results). Each replaces the beginning of that many samples, at
+    random."""
+    canary_samples: int = setting(0, minimum=0, unit="samples")
+    """Number of first samples of the run in which canaries are placed. 0 means train.steps ·
+    plan.global_batch; a resumed run keeps what it had."""
     max_bytes: int = setting(4_000_000, minimum=1, unit="bytes")
     """Maximum number of bytes to read from stdlib."""
     verify_checksums: bool = True
@@ -429,6 +448,11 @@ class TrainConfig:
     end. 0 disables evaluation."""
     eval_samples: int = setting(64, minimum=1, unit="samples")
     """Number of held-out samples per evaluation."""
+    canary_interval: int = setting(0, minimum=0, unit="steps")
+    """Steps between evaluations of data.canaries, in addition to those at the start and at the end:
+    which fraction of each bucket is memorized, and its loss. 0 disables them."""
+    canary_suffix: int = setting(50, minimum=1, unit="tokens")
+    """Number of last tokens of a canary that must follow from the tokens before them."""
     loggers: tuple[Literal["tensorboard", "wandb"], ...] = ()
     """Loggers of metrics in addition to metrics.jsonl. They require the extra `log`."""
     sample_prompt: str = setting("def ", free_text=True)

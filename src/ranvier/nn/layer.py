@@ -41,6 +41,8 @@ class StepContext:
     defer_residual_add: bool = False
     """Whether a compiled block may leave its last residual add to the next block. Only safe if the
     caller is a model that chains the blocks."""
+    num_targets: Tensor | None = None
+    """Number of targets of the step on all ranks, of which the loss is the mean."""
     loss_scale: Tensor | None = None
     """Factor by which the loss of this pass will be multiplied, if known in advance. A head that
     computes gradients in forward scales them by it."""

@@ -91,7 +91,12 @@ def shrink_run(run: ResolvedRun) -> ResolvedRun:
             max_in_flight=0,
             stage_time_jitter=0.0,
         ),
-        data=replace(run.data, seq_len=sizes.seq),
+        data=replace(
+            run.data,
+            seq_len=sizes.seq,
+            # Otherwise too few tokens would be before a target for any to be dropped.
+            goldfish_context_width=min(run.data.goldfish_context_width, max(sizes.seq // 4, 1)),
+        ),
         # The serial model iterates in float64.
         optim=replace(run.optim, muon_dtype="master"),
         lora=replace(run.lora, dropout=0.0, layers=(), init_from=""),
@@ -233,7 +238,7 @@ def _verify_short_run(run: ResolvedRun, me: ProcessInfo, grid: Grid, device: tor
 
 
 def _describe_features(run: RunConfig) -> str:
-    """Returns the pruning and offloading of the run as text; empty if there is none."""
+    """Returns pruning, offloading and changed samples of the run as text; empty without any."""
     memory = run.memory
     pruned = run.prune
     if pruned.is_enabled:
@@ -251,6 +256,8 @@ def _describe_features(run: RunConfig) -> str:
         if memory.activation_offload_fraction
         else []
     )
+    words += [f"goldfish loss with k={run.data.goldfish_k}"] if run.data.goldfish_k else []
+    words += ["canaries"] if run.data.canaries else []
     if words:
         return f" {', '.join(words)}"
     return ""

@@ -83,7 +83,11 @@ def short_run(run: ResolvedRun, folder: Path, *, steps: int) -> ResolvedRun:
         run,
         lora=LoraConfig(),
         data=replace(
-            run.data, sources=(str(folder / "tokens"),), mixture_weights=(), validation_fraction=0.0
+            run.data,
+            sources=(str(folder / "tokens"),),
+            mixture_weights=(),
+            validation_fraction=0.0,
+            canary_samples=(TOTAL_STEPS + 1) * run.plan.global_batch if run.data.canaries else 0,
         ),
         # Everything that rounds, measures or is random is switched off.
         optim=replace(
@@ -103,6 +107,7 @@ def short_run(run: ResolvedRun, folder: Path, *, steps: int) -> ResolvedRun:
             device=run.train.device if run.train.backend == "nccl" else "cpu",
             float8="off",
             eval_interval=0,
+            canary_interval=0,
             sample_prompt="",
             loggers=(),
             trace_comm=False,

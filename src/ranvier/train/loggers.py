@@ -18,6 +18,7 @@ from ranvier.config import run as runs
 from ranvier.config.run import RunConfig
 from ranvier.errors import PlanError
 from ranvier.system.terminal import print
+from ranvier.train.report.memorization import MATCH_KEY
 
 MetricsRow = dict[str, Any]
 MetricsSink = Callable[[MetricsRow], None]
@@ -43,6 +44,9 @@ def format_metrics(row: MetricsRow, steps: int, unit: str) -> str:
     parts = [f"step {row['step'] + 1:>5}/{steps}", f"loss {_format_number(row['loss'], '.4f')}"]
     if row["val_loss"] is not None:
         parts.append(f"val loss {row['val_loss']:.4f}")
+    if row.get(MATCH_KEY):
+        shares = ", ".join(f"{bucket}: {share:.0%}" for bucket, share in row[MATCH_KEY].items())
+        parts.append(f"memorized {shares}")
     parts += [f"lr {row['lr']:.2e}", f"norm {_format_number(row['grad_norm'], '.3f')}"]
     parts.append(f"{row[f'{unit}_per_second']:,.0f} {unit}/s")
     if row["mfu"] is not None:
@@ -174,7 +178,8 @@ def _line_printer(steps: int, unit: str) -> MetricsSink:
     def show(row: MetricsRow) -> None:
         step = row["step"]
         # In addition to the regular lines: the last step, evaluations, and skipped steps.
-        shown = step % every == 0 or step == steps - 1 or row["val_loss"] is not None
+        evaluated = row["val_loss"] is not None or MATCH_KEY in row
+        shown = step % every == 0 or step == steps - 1 or evaluated
         if shown or row["skipped"]:
             print(format_metrics(row, steps, unit), flush=True)
 
@@ -182,12 +187,18 @@ def _line_printer(steps: int, unit: str) -> MetricsSink:
 
 
 def scalar_metrics(row: MetricsRow) -> MetricsRow:
-    """The scalar metrics that have a value, without the step number."""
-    return {
+    """The scalar metrics that have a value, without the step number; of dicts, each value."""
+    nested = {
+        f"{key}/{name}": value
+        for key, values in row.items()
+        if isinstance(values, dict)
+        for name, value in values.items()
+    }
+    return nested | {
         key: value
         for key, value in row.items()
         # Lists (such as the loads of experts) have no scalar plot.
-        if value is not None and key != "step" and not isinstance(value, list)
+        if value is not None and key != "step" and not isinstance(value, (list, dict))
     }
 
 

@@ -168,6 +168,23 @@ def finite_or_none(value: float | None) -> float | None:
     return None
 
 
+@dataclass(frozen=True)
+class Evaluation:
+    """What was evaluated between two steps."""
+
+    val_loss: float | None = None
+    """Loss of the validation samples."""
+    canary_scores: dict[str, Any] = field(default_factory=dict)
+    """Metrics of canaries."""
+
+    def merge(self, later: Evaluation | None) -> Evaluation:
+        """This evaluation with what was evaluated later in its place."""
+        if later is None:
+            return self
+        loss = self.val_loss if later.val_loss is None else later.val_loss
+        return Evaluation(loss, later.canary_scores or self.canary_scores)
+
+
 @dataclass
 class PendingStep:
     """An issued step whose results the host will read later."""
@@ -177,13 +194,13 @@ class PendingStep:
     """Tokens (or what the kind of model counts) of the run so far, this step included."""
     lr: float
     numbers: DeferredRead
-    """Loss, gradient norm, is_nonfinite, is_spike, stop signal, peak memory, loss scale, router
-    statistics, and the two numbers of the save status."""
+    """Loss, gradient norm, is_nonfinite, is_spike, stop signal, peak memory, loss scale, number of
+    targets, router statistics, and the two numbers of the save status."""
     start_event: DeviceEvent
     data_wait_seconds: float
     """Seconds that the host waited for the batch."""
     comm_events: list[trace.Event]
-    val_loss: float | None = None
+    evaluation: Evaluation = field(default_factory=Evaluation)
     is_skipped: bool = False
     """Whether the update was skipped."""
     skipped_total: int = 0
@@ -205,8 +222,15 @@ class Meter:
     """What is counted, in the plural."""
     phases: dict[str, float] = field(default_factory=dict)
     """Seconds by phase."""
+    supervised: int = 0
+    """Targets of all steps so far."""
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     """Reports to the watchdog what this rank is doing."""
+
+    @property
+    def supervised_key(self) -> str:
+        """Name of the number of targets in metrics."""
+        return f"supervised_{self.unit}"
 
     def add_seconds(self, name: str, seconds: float) -> None:
         """Add seconds to a phase."""
@@ -225,7 +249,8 @@ class Meter:
 
         ended: end of the previous step; None if something ran in between, to use its own start.
         """
-        loss, norm, _, spike, _, held, scale, *experts, _, _ = under.numbers.read()
+        loss, norm, _, spike, _, held, scale, targets, *experts, _, _ = under.numbers.read()
+        self.supervised += int(targets)
         # From the end of the previous step if nothing ran between, as steps overlap on the host.
         seconds = under.numbers.ready_event.seconds_since(ended or under.start_event)
         exposed = trace.exposed_seconds(under.comm_events)
@@ -239,6 +264,7 @@ class Meter:
         return {
             "step": under.step,
             self.unit: under.tokens,
+            self.supervised_key: self.supervised,
             "loss": finite_or_none(loss),
             "lr": under.lr,
             "grad_norm": finite_or_none(norm),
@@ -249,11 +275,12 @@ class Meter:
             "peak_memory_bytes": int(held),
             "exposed_communication_seconds": exposed,
             "data_seconds": under.data_wait_seconds,
-            "val_loss": under.val_loss,
+            "val_loss": under.evaluation.val_loss,
             "loss_scale": finite_or_none(scale),
             "skipped": under.is_skipped,
             "spike": bool(spike),
             "skipped_total": under.skipped_total,
+            **under.evaluation.canary_scores,
             **moe.router_metrics(experts),
             **work.work_metrics(under.work),
         }

@@ -13,6 +13,7 @@ from ranvier import launch
 from ranvier.config.run import RunConfig
 from ranvier.data import prepare as preparing
 from ranvier.data.cache import DataFormat, holds_chats, pair_prefixes
+from ranvier.data.canaries import Canary, CanaryDocuments
 from ranvier.data.chat.conversation import parse_conversation
 from ranvier.data.chat.template import load_chat_template
 from ranvier.data.chat.tokenize import ChatEncoder, LossOn
@@ -22,7 +23,7 @@ from ranvier.data.manifest import LEARN_VALUES, CorpusManifest
 from ranvier.data.prepare import PrepareProgress
 from ranvier.data.sources import DocumentReader
 from ranvier.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
-from ranvier.errors import PlanError
+from ranvier.errors import DataError, PlanError
 from ranvier.system.terminal import command_line, escape_controls, print
 from ranvier.train.progress import show_progress
 
@@ -44,6 +45,22 @@ def tokenize_corpora(run: RunConfig) -> list[str]:
             progress=progress,
         )
     return [str(folder) for folder in folders]
+
+
+def tokenize_canaries(canaries: Sequence[Canary], folders: Sequence[str]) -> str:
+    """A file with the tokens of canaries, by the tokenizer of the corpora of a run; it is in the
+    cache."""
+    tokenizers = (Corpus.open(folder).tokenizer for folder in folders)
+    tokenizer = next((one for one in tokenizers if one is not None), None)
+    if tokenizer is None:
+        raise DataError(
+            f"{folders[0]} has tokens of an unknown tokenizer. Canaries are texts, and need the "
+            "tokenizer of the corpora. Put its tokenizer.json next to the corpus."
+        )
+    documents = CanaryDocuments.tokenize(canaries, tokenizer)
+    path = launch.cache_dir() / "canaries" / f"{documents.fingerprint}.npz"
+    documents.save(path)
+    return str(path)
 
 
 def prepare_corpus(

@@ -241,11 +241,25 @@ def resolve_packing(run: ResolvedRun, context: ResolveContext) -> ResolvedRun:
     return run.decide("data", {"data.packing": "balanced"}, reason)
 
 
+def resolve_canary_samples(run: ResolvedRun, context: ResolveContext) -> ResolvedRun:
+    """Choose the samples for canaries; a resumed run keeps what it had, even if it gets longer."""
+    if run.data.canary_samples or not run.data.canaries:
+        return run
+    before = _stored_data_setting(run, "canary_samples")
+    if before is not None:
+        kept = {"data.canary_samples": int(before)}
+        return run.decide("data", kept, "a resumed run keeps what it had")
+    count = run.train.steps * run.plan.global_batch
+    reason = "canaries are in all samples of the run alike"
+    return run.decide("data", {"data.canary_samples": count}, reason)
+
+
 def _stored_data_setting(run: ResolvedRun, name: str) -> str | None:
     """A data setting of the checkpoint that a run resumes from; None if it is not decided yet."""
     stored = run_directory.find_stored_settings(run) or {}
     value = str(stored.get("data", {}).get(name, "auto"))
-    if value == "auto":
+    # 0 is the number that stands for auto.
+    if value in ("auto", "0"):
         return None
     return value
 
@@ -294,6 +308,7 @@ RESOLVERS: tuple[Resolver, ...] = (
     resolve_algorithms,
     resolve_balance,
     resolve_packing,
+    resolve_canary_samples,
     resolve_restart,
     resolve_output_dir,
     resolve_memory_settings,

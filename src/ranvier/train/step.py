@@ -45,6 +45,7 @@ def forward_backward(
     counts = [batch.count_targets(_batch_axis(parallel)) for batch in batches]
     with trace.named_scope("step.tokens"):
         count = collectives.all_reduce(sum_in_order(counts), axis).wait()
+    parallel.step_context.num_targets = count
     # The loss is a mean over the targets of all ranks and micro-batches, so every target has the
     # same weight, regardless of how many a micro-batch masks. A step without any has loss 0.
     share = 1.0 / count.clamp(min=1).to(queue.reduce_dtype)
@@ -144,6 +145,8 @@ class StepResult:
     """Whether the loss or the gradient was not finite."""
     is_spike: Tensor
     """Whether the loss was above the limit."""
+    num_targets: Tensor
+    """Number of targets of the step."""
 
 
 def train_step(
@@ -187,7 +190,9 @@ def train_step(
     bad = optimizer.vote_results[0] | ~finite
     # In place and on the device: the next step compares with it before the host has read it.
     watch.nonfinite_steps.add_(bad)
-    return StepResult(loss, norm, bad, optimizer.vote_results[2])
+    targets = get_parallel_model(model).step_context.num_targets
+    assert targets is not None
+    return StepResult(loss, norm, bad, optimizer.vote_results[2], targets)
 
 
 def _returns_the_loss_of_its_head(model: nn.Module) -> bool:

@@ -9,7 +9,14 @@ import torch
 
 from ranvier.config.run import RunConfig
 from ranvier.data.cache import index_pairs
+from ranvier.data.canaries import (
+    CanaryDocuments,
+    CanaryPlacement,
+    random_canaries,
+    read_canaries,
+)
 from ranvier.data.dataset import TextData, open_data
+from ranvier.data.goldfish import GoldfishMask
 from ranvier.data.indexed_dataset import IndexedDatasetBuilder
 from ranvier.data.run_data import RunData
 from ranvier.errors import DataError
@@ -26,14 +33,23 @@ DOCUMENT_TOKENS = 40
 
 
 class TextSource:
-    """Tokenized corpora."""
+    """Tokenized corpora, and canaries if there are any."""
 
     def prepare(self, run: RunConfig) -> list[str]:
-        """Tokenize the corpora of a run; returns their directories."""
-        return prepare_data.tokenize_corpora(run)
+        """Tokenize the corpora of a run; returns their directories, and the file of canaries."""
+        if not run.data.canaries:
+            return prepare_data.tokenize_corpora(run)
+        # Read first: problems of the file are reported before corpora are tokenized.
+        canaries = read_canaries(Path(run.data.canaries))
+        folders = prepare_data.tokenize_corpora(run)
+        return [*folders, prepare_data.tokenize_canaries(canaries, folders)]
 
     def open(self, run: RunConfig, stored: list[str]) -> TextData:
         """Open tokenized corpora; raises if a token is outside the model's vocabulary."""
+        canaries = None
+        if run.data.canaries:
+            *stored, file = stored
+            canaries = place_canaries(run, CanaryDocuments.load(Path(file)))
         data = open_data(
             stored,
             weights=run.data.mixture_weights,
@@ -45,6 +61,8 @@ class TextSource:
             loss_on=run.data.loss_on,
             # Only runs that were saved before it could be chosen have not decided it.
             packing="balanced" if run.data.packing == "balanced" else "full",
+            canaries=canaries,
+            goldfish=goldfish_mask(run),
         )
         vocab = run.decoder.vocab
         # Corpora without a tokenizer have no vocabulary; `check_vocab` compares their largest token
@@ -61,14 +79,41 @@ class TextSource:
         return data
 
     def write_random(self, run: RunConfig, folder: Path, samples: int) -> list[str]:
-        """Write documents of random tokens, and their index; returns its path."""
+        """Write documents of random tokens, and their index; returns its path, and that of random
+        canaries if the run has canaries."""
         drawn = np.random.default_rng(run.train.seed + 1)
         writer = IndexedDatasetBuilder(folder / "tokens", "<i4")
         while writer.num_tokens < samples * (run.data.seq_len + 1):
             length = int(drawn.integers(2, 2 * DOCUMENT_TOKENS))
             writer.add_document(drawn.integers(0, run.decoder.vocab, length))
         writer.close()
-        return [str(index_pairs([folder / "tokens"], folder))]
+        stored = [str(index_pairs([folder / "tokens"], folder))]
+        if run.data.canaries:
+            canaries = random_canaries(run.decoder.vocab, run.data.seq_len, samples, drawn)
+            canaries.save(folder / "canaries.npz")
+            stored.append(str(folder / "canaries.npz"))
+        return stored
+
+
+def goldfish_mask(run: RunConfig) -> GoldfishMask | None:
+    """The mask of targets of a run; None if all are learned."""
+    data = run.data
+    if data.goldfish_k == 0:
+        return None
+    return GoldfishMask(
+        data.goldfish_k, data.goldfish_context_width, data.goldfish_strategy, run.train.seed
+    )
+
+
+def place_canaries(run: RunConfig, canaries: CanaryDocuments) -> CanaryPlacement:
+    """Places canaries in the samples of a run; raises if they do not fit."""
+    canaries.check_lengths(run.data.seq_len)
+    # Only a run that is not resolved has not decided it.
+    samples = run.data.canary_samples or run.train.steps * run.plan.global_batch
+    if run.train.canary_interval:
+        # Raises if a canary is too short to be evaluated.
+        list(canaries.split_suffixes(run.train.canary_suffix))
+    return CanaryPlacement(canaries, samples, run.train.seed)
 
 
 class TextFinish:

@@ -156,6 +156,11 @@ def train(run: ResolvedRun, me: ProcessInfo, stored: list[str] | None = None) ->
             trainer.notes += trainer.checkpointer.resume_from(*candidates)
             # Continue the sums of the earlier launches of this run.
             trainer.meter.phases = dict(folders.read_run_json(folder).get("phases", {}))
+            trainer.meter.supervised = folders.read_last_count(
+                _other_run_dir(candidates[0], folder) or folder,
+                trainer.state.step,
+                trainer.meter.supervised_key,
+            )
         trainer.notes += pruning.sparsity_lines(trainer.run, trainer.state.parallel)
         trainer.meter.heartbeat = pulse
         if me.rank == 0:

@@ -31,7 +31,7 @@ from ranvier.cost.layers import ActivationShape
 from ranvier.data.batch import PackedSamples, SampleBatch
 from ranvier.data.context_layouts import ContextLayoutBuilder
 from ranvier.data.loader import Loader, load_micro_batches, validation_batches
-from ranvier.data.run_data import RunData
+from ranvier.data.run_data import CanaryData, RunData
 from ranvier.data.step_work import StepWork, WorkCounter
 from ranvier.data.window_assignment import WindowCost
 from ranvier.errors import NumericError
@@ -40,7 +40,7 @@ from ranvier.optim.lr_schedule import lr_factor
 from ranvier.parallel.parallel_model import get_parallel_model
 from ranvier.pipeline.stage_profile import TIMELINE_FILE
 from ranvier.system.terminal import print
-from ranvier.train import lora, pruning
+from ranvier.train import lora, memorization, pruning
 from ranvier.train.build_model import DTYPES, build_model, gather_timeline
 from ranvier.train.cuda_graph import CudaGraphStep
 from ranvier.train.health.loss_guard import LossGuard
@@ -53,6 +53,7 @@ from ranvier.train.memory.usage import candidate_micro_batches
 from ranvier.train.metrics import (
     DeferredRead,
     DeviceEvent,
+    Evaluation,
     Meter,
     PendingStep,
     finite_or_none,
@@ -176,19 +177,18 @@ class Trainer:
 
         stop: its `signal` is read before each step; all ranks end after the same step.
         """
-        if self.run.train.eval_interval and self.state.step == 0:
-            first = self.compute_val_loss()
-        else:
-            first = None
+        first = self._evaluate_when(lambda every: every > 0 and self.state.step == 0)
         yield from self._run_until_rewind(stop, first)
         while self.state.guard.needs_rewind():
             self.rewind()
             yield from self._run_until_rewind(stop, None)
         self.checkpointer.finish_saving()
 
-    def _run_until_rewind(self, stop: Any, first: float | None) -> Iterator[dict[str, Any]]:
-        """Run steps until the last one, a stop signal, or a spike that requires a rewind."""
-        every = self.run.train.eval_interval
+    def _run_until_rewind(self, stop: Any, first: Evaluation | None) -> Iterator[dict[str, Any]]:
+        """Run steps until the last one, a stop signal, or a spike that requires a rewind.
+
+        first: of the weights before the first step.
+        """
         last = self.run.train.steps
         guard = self.state.guard
         before: PendingStep | None = None
@@ -208,7 +208,7 @@ class Trainer:
                     if before is not None:
                         yield self.read_step(before, ended)
                     raise
-                under.val_loss = first
+                under.evaluation = under.evaluation.merge(first)
                 first = None
                 if before is not None:
                     yield self.read_step(before, ended)
@@ -219,13 +219,13 @@ class Trainer:
                     return
                 before = under
                 saved = self.is_due(self.run.checkpoint.interval)
-                if self.is_due(every):
-                    under.val_loss = self.compute_val_loss()
+                evaluated = self._evaluate_when(self.is_due)
+                under.evaluation = under.evaluation.merge(evaluated)
                 # Evaluation and the replica comparison run between two steps, so this step is read
                 # now, not one step later, and the next one is timed from its own start (`ended` is
                 # None). A save may need the verdict on the step.
                 if (
-                    self.is_due(every)
+                    evaluated is not None
                     or self._is_comparison_due()
                     or (saved and self._reads_before_save())
                 ):
@@ -373,7 +373,8 @@ class Trainer:
         # `Meter`.
         fate = [taken.loss, taken.grad_norm, taken.is_nonfinite, taken.is_spike]
         experts = moe.router_statistics(state.parallel.load_balancer)
-        numbers = DeferredRead([*fate, signals, held, factor, *experts, *heard], self.device)
+        more = [signals, held, factor, taken.num_targets, *experts, *heard]
+        numbers = DeferredRead([*fate, *more], self.device)
         state.step += 1
         state.samples += run.plan.global_batch
         awaited = self.grid.trace.waited_events
@@ -467,6 +468,28 @@ class Trainer:
         """The range of sample numbers of a step that has been issued."""
         first = self.state.samples - (self.state.step - step) * self.run.plan.global_batch
         return f"{first} to {first + self.run.plan.global_batch - 1}"
+
+    def _evaluate_when(self, is_due: Callable[[int], bool]) -> Evaluation | None:
+        """Evaluate what is due by its interval; None if nothing is. Communicates: as forward."""
+        train = self.run.train
+        if not is_due(train.eval_interval) and not is_due(train.canary_interval):
+            return None
+        loss = self.compute_val_loss() if is_due(train.eval_interval) else None
+        scores = self.score_canaries() if is_due(train.canary_interval) else {}
+        return Evaluation(loss, scores)
+
+    def score_canaries(self) -> dict[str, Any]:
+        """Metrics of the canaries; empty without any. Communicates: as `score_sequences`."""
+        canaries = self.data.canaries if isinstance(self.data, CanaryData) else None
+        if canaries is None:
+            return {}
+        with self.meter.time_phase("evaluation"):
+            return memorization.score_canaries(
+                self.state.model,
+                canaries,
+                suffix=self.run.train.canary_suffix,
+                batch=self.run.plan.micro_batch,
+            )
 
     def compute_val_loss(self) -> float | None:
         """Mean loss of the validation samples; None without any. Communicates: as forward."""

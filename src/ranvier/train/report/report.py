@@ -33,7 +33,7 @@ from ranvier.html.plot import Series, escape_html, line_plot, stacked_bar
 from ranvier.system import safe_files
 from ranvier.train import prediction
 from ranvier.train.memory import breakdown
-from ranvier.train.report import moe, needle, pipeline, work
+from ranvier.train.report import memorization, moe, needle, pipeline, work
 from ranvier.train.resume import run_directory as folders
 
 MFU = {"causal": "mfu", "full": "mfu_noncausal"}
@@ -607,6 +607,7 @@ def page_body(record: RunRecord, facts: Mapping[str, Any]) -> str:
             prediction.prediction_section(known.get("prediction")),
             work.work_section(record.rows),
             moe.experts_section(record.rows),
+            memorization.memorization_section(latest.rows),
             needle.render_needle_section(record.folder),
             breakdown.memory_section(known.get("memory")),
             render_section("Steps in numbers", steps_table(latest)),

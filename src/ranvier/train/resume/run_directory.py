@@ -328,6 +328,16 @@ def _rows_before(path: Path, step: int) -> Iterator[str]:
                 yield line + "\n"
 
 
+def read_last_count(folder: Path, step: int, name: str) -> int:
+    """A count in the metrics of the last step before `step`; 0 if it is not there."""
+    count = 0
+    for row in _rows_before(folder / "metrics.jsonl", step):
+        value = json.loads(row).get(name)
+        if type(value) is int:
+            count = value
+    return count
+
+
 def write_text_atomically(path: Path, text: str) -> None:
     """Replace a file atomically: a reader sees the old content or the new one."""
     writing = path.with_name(f".{path.name}.writing")
