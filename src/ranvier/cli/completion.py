@@ -28,7 +28,10 @@ OPTION_CLASSES = {
 }
 SUBCOMMAND_OPTION_CLASSES: dict[str, dict[str, type]] = {
     "simulate": {"serving": arguments.SimulateServingOptions},
-    "data": {"needles": arguments.NeedleCorpusOptions},
+    "data": {
+        "needles": arguments.NeedleCorpusOptions,
+        "canaries": arguments.CanaryFileOptions,
+    },
 }
 """Options of subcommands that differ from those of their command."""
 SHELLS = ("bash", "zsh")

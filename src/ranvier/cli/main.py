@@ -53,7 +53,7 @@ usage: ranvier COMMAND ...
                              terminal, or answer a file of prompts
   serve [RUN | DIR]          serve a model over HTTP with the API of OpenAI, and a chat page
   eval RUN --tasks ...       evaluate a model: lm-eval tasks, needles in a haystack, perplexity,
-                             code generation
+                             memorized canaries, code generation
   bench URL                  benchmark a server with the API of OpenAI: latency, throughput, goodput
   report RUN                 write report.html of a run again
   profile RUN | run.toml     profile the steps of a run on one rank, kernel by kernel
@@ -66,6 +66,7 @@ usage: ranvier COMMAND ...
                              devices
   data prepare FILE ...      tokenize corpora once, into memory-mapped shards
   data needles [FILE ...]    write a training corpus with facts that are hidden in long texts
+  data canaries [FILE ...]   write a file of documents to measure what a run memorizes of them
   data show DIR              show the contents of a prepared corpus
   checkpoint ls RUN          list checkpoints with step, size, grid and state
   checkpoint verify PATH     read every byte of checkpoints and compare checksums
@@ -131,8 +132,10 @@ PATH_COMMANDS = {"data show", "checkpoint ls", "checkpoint verify", "checkpoint 
 def _check_run_exists(words: Sequence[str]) -> None:
     """Reports a missing path before torch is imported, which takes seconds."""
     files, _ = split_words(words[1:])
-    if words[0] in RUN_COMMANDS and files:
-        runs.check_is_run(Path(files[0]))
+    if words[0] in RUN_COMMANDS:
+        # Only `eval` takes several runs.
+        for file in files if words[0] == "eval" else files[:1]:
+            runs.check_is_run(Path(file))
     if " ".join(words[:2]) in PATH_COMMANDS:
         # The error classes, and exit codes, that the commands use for unreadable input.
         error = DataError if words[0] == "data" else CheckpointError
@@ -491,6 +494,20 @@ def _data_needles_command(words: Sequence[str]) -> int:
     return prepare_needles.prepare_needle_corpus(inputs, settings)
 
 
+def _data_canaries_command(words: Sequence[str]) -> int:
+    from ranvier.config.arguments import CanaryFileOptions
+    from ranvier.data.sources import check_sources_exist
+
+    inputs, options = split_words(words)
+    settings = parse_options(
+        CanaryFileOptions, CanaryFileOptions(), "data canaries [FILE ...]", options
+    )
+    check_sources_exist(inputs)
+    from ranvier.train import prepare_canaries
+
+    return prepare_canaries.write_canary_file(inputs, settings)
+
+
 def _data_show_command(words: Sequence[str]) -> int:
     from ranvier.train import prepare_data
 
@@ -597,18 +614,22 @@ def _eval_command(words: Sequence[str]) -> int:
     from ranvier.infer.load import load_config_from_dir
     from ranvier.tools import verify
 
-    # Fails early with a clear message if the path is not a run.
-    names, _ = split_words(words)
-    if names:
-        load_config_from_dir(Path(names[0]))
-    settings = load_run_with_options(EvalOptions, "eval RUN", words, verb.single_rank_run)
-    verb.check_options(settings, names[0] if names else None)
+    # Fails early with a clear message if a path is not a run.
+    names, options = split_words(words)
+    for name in names:
+        load_config_from_dir(Path(name))
+    # Each run has its own model and plan; the options are those of all.
+    settings, *others = (
+        load_run_with_options(EvalOptions, "eval RUN ...", some, verb.single_rank_run)
+        for some in [[name, *options] for name in names] or [options]
+    )
+    verb.check_options(settings, *names)
     # Needs neither a model nor ranks.
     if settings.samples_file:
         return verb.score_samples(settings)
     me, world = _resolve_world(settings, verify.required_ranks(settings.plan))
-    run = verb.resolve_plan(settings.settings, world, settings)
-    task = functools.partial(verb.eval_rank, run, Path(names[0]), settings)
+    runs = [verb.resolve_plan(one.settings, world, one) for one in (settings, *others)]
+    task = functools.partial(verb.eval_rank, runs, [Path(name) for name in names], settings)
     if me is None and world > 1:
         return launch.launch_ranks(world, task, preload=[verb.__name__])
     with launch.report_errors(me or ProcessInfo()):
@@ -761,6 +782,7 @@ SUBCOMMANDS: dict[str, dict[str, Command]] = {
     "data": {
         "prepare": _prepare_command,
         "needles": _data_needles_command,
+        "canaries": _data_canaries_command,
         "show": _data_show_command,
     },
     "checkpoint": {

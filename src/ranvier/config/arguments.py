@@ -180,10 +180,11 @@ class DryRunOptions(RunConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class EvalOptions(RunOptions):
-    """Evaluate a model: lm-eval tasks, needles in a haystack, perplexity, or code generation.
+    """Evaluate a model: lm-eval tasks, needles, perplexity, canaries, or code generation.
 
     Runs on one rank unless degrees are given. Of the settings of a run, only the model, plan,
-    data.seq_len and train.device, dtype, backend and comm_timeout_seconds are used.
+    data.seq_len and train.device, dtype, backend and comm_timeout_seconds are used. With
+    --canaries, several runs are compared.
     """
 
     tasks: str = ""
@@ -216,6 +217,13 @@ class EvalOptions(RunOptions):
     context and takes longer."""
     held_out: bool = False
     """Use only the documents that data.validation_fraction holds out of training."""
+    canaries: str = ""
+    """JSONL file of canaries, as in data.canaries: how much of them the model repeats, by
+    bucket."""
+    suffix: int = 50
+    """Number of last tokens of a canary that the model has to continue it with."""
+    prefix: int = 0
+    """Number of tokens before the suffix that the model is given. 0 means all."""
     code: str = ""
     """JSONL file of programming tasks (task, language, prompt, tests, baseline). The generated
     programs are run."""
@@ -295,6 +303,35 @@ class NeedleCorpusOptions:
     """Maximum number of bytes to read from the standard library."""
     seed: int = 0
     """Random seed of texts, needles and depths."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CanaryFileOptions:
+    """Write a file of canaries: documents of a corpus, to measure what a run memorizes of them.
+
+    FILE ... are the texts, as in data.sources, and the standard library of Python if none is given.
+    Use texts that are not in the data.sources of the run, which would read them more often. Then
+    train with --data.canaries, and evaluate with `ranvier eval RUN --canaries`.
+    """
+
+    output: str = ""
+    """JSONL file to write. If empty, data/canaries.jsonl."""
+    buckets: tuple[int, ...] = (0, 1, 4, 6, 50)
+    """How often a run reads the documents of each bucket. Bucket 0 is the control."""
+    documents: int = 100
+    """Number of documents per bucket."""
+    length: int = 95
+    """Number of tokens of each document, which is the beginning of a longer one. With its end
+    token it must fit into data.seq_len."""
+    tokenizer: str = "standard"
+    """Tokenizer that counts tokens: standard, bytes, or the path of a tokenizer.json, such as that
+    of a run. Corpora that are already tokenized keep their own."""
+    text_field: str = "text"
+    """Key of a .jsonl record, or column of a .parquet or .arrow file, that holds the text."""
+    max_bytes: int = 16_000_000
+    """Maximum number of bytes to read from the standard library."""
+    seed: int = 0
+    """Random seed of the documents."""
 
 
 @dataclass(frozen=True, kw_only=True)

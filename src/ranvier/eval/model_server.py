@@ -72,12 +72,21 @@ class ModelServer:
 
         Communicates: requests, then as `generate_tokens`.
         """
+        found = self.generate_ids(prompts, wish, what)
+        return [self.tokenizer.decode_until_stop(tokens, wish.stops) for tokens in found]
+
+    def generate_ids(
+        self, prompts: Sequence[Sequence[int]], wish: GenerationConfig, what: str = "generating"
+    ) -> list[list[int]]:
+        """Returns the tokens that follow each prompt, up to the end token or a stop string.
+
+        Communicates: requests, then as `generate_tokens`.
+        """
         if not prompts:
             return []
         chosen = [list(map(int, prompt)) for prompt in prompts]
         self._broadcast_order(do="generate", prompts=chosen, wish=asdict(wish))
-        found = self._generate_tokens(chosen, wish, what)
-        return [self.tokenizer.decode_until_stop(tokens, wish.stops) for tokens in found]
+        return self._generate_tokens(chosen, wish, what)
 
     def _generate_tokens(
         self, prompts: Sequence[Sequence[int]], wish: GenerationConfig, what: str = ""

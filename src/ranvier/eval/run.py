@@ -1,4 +1,4 @@
-"""`ranvier eval`: run tasks, needles, perplexity or code generation with a model on any grid."""
+"""`ranvier eval`: run tasks, needles, perplexity, canaries or code generation on any grid."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from ranvier.config.run import RunConfig
 from ranvier.config.sections import suggest_nearest
 from ranvier.data.corpus import Corpus
 from ranvier.errors import DataError, PlanError
-from ranvier.eval import lm_eval_harness, needle, perplexity
+from ranvier.eval import canaries, lm_eval_harness, needle, perplexity
 from ranvier.eval.code import generate, metrics, sandbox
 from ranvier.eval.model_server import GenerationConfig, ModelServer
 from ranvier.eval.tokenization import EvalTokenizer
@@ -39,7 +39,7 @@ from ranvier.train.build_model import DTYPES
 from ranvier.train.resolve import resolve_backend, resolve_device
 from ranvier.train.resume.run_directory import write_text_atomically
 
-FIRST_COLUMNS = {"code": "k", "needle": "length"}
+FIRST_COLUMNS = {"code": "k", "needle": "length", "canaries": "bucket"}
 """Headings of the first column of tables, where they are not the name of the results."""
 
 
@@ -60,15 +60,26 @@ def parse_pass_at_k(wanted: EvalOptions) -> tuple[int, ...]:
     return found
 
 
-def check_options(wanted: EvalOptions, folder: str | None) -> None:
-    """Check the options and raise all problems at once."""
-    asked = [n for n in ("tasks", "corpus", "code", "samples_file") if getattr(wanted, n)]
+EVALUATIONS = ("tasks", "corpus", "canaries", "code", "samples_file")
+"""Options that select an evaluation."""
+
+
+def check_options(wanted: EvalOptions, *folders: str) -> None:
+    """Check the options and raise all problems at once. folders: of the runs to evaluate."""
+    asked = [n for n in EVALUATIONS if getattr(wanted, n)]
     problems = []
+    folder = folders[0] if folders else None
+    if len(folders) > 1 and asked != ["canaries"]:
+        problems.append(
+            f"{len(folders)} runs are given: {', '.join(folders)}. Only --canaries compares runs. "
+            "Evaluate one run at a time."
+        )
     if len(asked) != 1:
         problems.append(
             "The options select "
             f"{' and '.join('--' + n.replace('_', '-') for n in asked) or 'no evaluation'}. eval "
-            "runs one evaluation at a time. Use one of --tasks, --corpus, --code or --samples-file."
+            "runs one evaluation at a time. Use one of --tasks, --corpus, --canaries, --code or "
+            "--samples-file."
         )
     # Samples were run elsewhere and do not need a model; everything else does.
     if (folder is None) != (asked == ["samples_file"]) and len(asked) == 1:
@@ -107,6 +118,9 @@ def check_options(wanted: EvalOptions, folder: str | None) -> None:
         lm_eval_harness.check_installed()
     if wanted.code:
         generate.read_tasks(Path(wanted.code))
+    if wanted.canaries:
+        for one in folders:
+            canaries.check_options(wanted, Path(one))
 
 
 def is_needle_task(wanted: EvalOptions) -> bool:
@@ -126,6 +140,12 @@ def _task_problems(wanted: EvalOptions) -> list[str]:
             ]
         return []
     default = EvalOptions()
+    changed = [n for n in canaries.OPTIONS if getattr(wanted, n) != getattr(default, n)]
+    if changed and not wanted.canaries:
+        return [
+            f"--{changed[0]} is given without --canaries. Only the evaluation of canaries uses it. "
+            "Leave it out, or use --canaries FILE."
+        ]
     given = [n for n in needle.OPTIONS if getattr(wanted, n) != getattr(default, n)]
     if given:
         near = any(suggest_nearest(name, [needle.TASK_NAME]) for name in names)
@@ -172,17 +192,41 @@ def single_rank_run(run: RunConfig) -> RunConfig:
     return replace(run, plan=Plan(data=-1, col_splits=run.plan.col_splits), train=here)
 
 
-def eval_rank(run: ResolvedRun, folder: Path, wanted: EvalOptions, me: ProcessInfo) -> int:
-    """Joins the other ranks, then calls `evaluate_run`."""
-    backend = resolve_backend(run, me, resolve_device(run, me))
+def eval_rank(
+    runs: Sequence[ResolvedRun], folders: Sequence[Path], wanted: EvalOptions, me: ProcessInfo
+) -> int:
+    """Joins the other ranks, and evaluates one run after the other; returns the exit code."""
+    first = runs[0]
+    backend = resolve_backend(first, me, resolve_device(first, me))
     with join_process_group(
-        me, backend, run.train.comm_timeout_seconds, share_gpu=run.launch.share_gpu
+        me, backend, first.train.comm_timeout_seconds, share_gpu=first.launch.share_gpu
     ):
-        return evaluate_run(run, folder, wanted, me)
+        # With several runs, --output is the file of their comparison.
+        each = wanted if len(runs) == 1 else replace(wanted, output="")
+        found = {
+            str(folder): evaluate_run(run, folder, each, me)
+            for run, folder in zip(runs, folders, strict=True)
+        }
+    if len(found) > 1 and me.rank == 0:
+        _show_comparison(found, wanted)
+    return 0
 
 
-def evaluate_run(run: ResolvedRun, folder: Path, wanted: EvalOptions, me: ProcessInfo) -> int:
-    """Evaluates the model of a run as one rank of the grid; returns the exit code."""
+def _show_comparison(found: Mapping[str, Mapping[str, Any]], wanted: EvalOptions) -> None:
+    """Prints the canaries of several runs side by side, and writes them to --output."""
+    tables = {run: results["canaries"] for run, results in found.items()}
+    for label, rows in canaries.compare_runs(tables).items():
+        print(f"\n{label}")
+        _print_table("canaries", rows)
+    if wanted.output:
+        save_results(Path(wanted.output), {"runs": found})
+        print(f"Results: {wanted.output}")
+
+
+def evaluate_run(
+    run: ResolvedRun, folder: Path, wanted: EvalOptions, me: ProcessInfo
+) -> dict[str, Any]:
+    """Evaluates the model of a run as one rank of the grid; returns the results, on rank 0."""
     device = resolve_device(run, me)
     grid = Grid.from_plan(
         run.plan,
@@ -240,7 +284,7 @@ def evaluate_run(run: ResolvedRun, folder: Path, wanted: EvalOptions, me: Proces
     served = ModelServer(model, words, wanted.batch, shown if first else None)
 
     # Runs on rank 0 only; the other ranks serve its requests.
-    def work(served: ModelServer) -> None:
+    def work(served: ModelServer) -> dict[str, Any]:
         try:
             found = _run_evaluation(served, run, folder, at, wanted, manager)
         finally:
@@ -251,16 +295,16 @@ def evaluate_run(run: ResolvedRun, folder: Path, wanted: EvalOptions, me: Proces
             path = folder / f"eval-{at}.json"
         whole = save_results(path, {"step": at, **found})
         for name, rows in found.items():
-            _print_table(name, rows)
+            _print_table(name, canaries.format_rows(rows) if name == "canaries" else rows)
         print(f"Results: {path}")
         if is_needle_task(wanted):
             page = path.with_suffix(".html")
             title = f"{folder.absolute().name}: needle in a haystack"
             write_text_atomically(page, needle.render_page(title, whole["needle"], at))
             print(f"Heat map: {page}")
+        return {"step": at, **found}
 
-    served.run_on_first_rank(work)
-    return 0
+    return served.run_on_first_rank(work) or {}
 
 
 def _run_evaluation(
@@ -276,6 +320,14 @@ def _run_evaluation(
         return {"tasks": lm_eval_harness.evaluate_tasks(served, wanted, length, manager=manager)}
     if wanted.corpus:
         return {"corpora": _evaluate_corpora(served, run, folder, wanted)}
+    if wanted.canaries:
+        known = canaries.load_canaries(wanted.canaries, served.tokenizer.run_tokenizer)
+        answers = canaries.evaluate_canaries(
+            served, known, suffix=wanted.suffix, prefix=wanted.prefix
+        )
+        path = folder / f"canaries-{step}.jsonl"
+        write_text_atomically(path, canaries.render_answers(answers))
+        return {"canaries": canaries.tabulate_buckets(known, answers)}
     wish = GenerationConfig(
         max_new_tokens=wanted.max_new_tokens,
         temperature=wanted.temperature,
