@@ -34,6 +34,16 @@ CASES: list[tuple[str, str]] = [
     ),
     ("data.mixture_weights=[-1.0]", "data.mixture_weights=[-1.0] has an invalid weight."),
     ("data.mixture_weights=[0.0]", "data.mixture_weights are all 0."),
+    ("data.goldfish_k=1", "data.goldfish_k=1 drops every target. One of goldfish_k targets is"),
+    (
+        "data.goldfish_k=4 data.goldfish_context_width=96",
+        "data.goldfish_context_width=96 with data.seq_len=96 drops nothing. Only targets with",
+    ),
+    (
+        "model.kind='vectors' data.goldfish_k=4",
+        "data.goldfish_k=4, data.canaries='' with model.kind='vectors'.",
+    ),
+    ("train.canary_interval=5", "train.canary_interval=5 without data.canaries."),
     ("plan.cuda_graph=True", "plan.cuda_graph=True with data.document_mask=True."),
     ("memory.optimizer_states='disk'", "memory.optimizer_states='disk' without memory.offload"),
     ("memory.offload_dir='x'", "memory.offload_dir='x' with memory.optimizer_states='device'."),

@@ -7,7 +7,7 @@ is read again must drop the same targets each time, because a model could otherw
 epoch what it did not in another, so the mask is a property of the data: it is applied to a whole
 sample when it is made, before ranks or micro-batches split it, and depends on nothing else. Windows
 of tokens that decide never reach into another document, and a document that continues from an
-earlier sample begins anew.
+earlier sample starts again there.
 
     hash        H(x_{t-h} .. x_{t-1}) < P / k, an order-sensitive polynomial modulo P = 2^61 - 1,
                 mixed and seeded

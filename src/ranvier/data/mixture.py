@@ -109,7 +109,7 @@ def check_weights(weights: Sequence[float], count: int) -> None:
 def insert_document(window: Window, tokens: Ints, *, document_mask: bool) -> Window:
     """The sample with a document in place of its first tokens.
 
-    What is left of the document that it cuts begins anew.
+    What is left of the document that it cuts is a document of its own.
     """
     seq = len(window.tokens)
     count = len(tokens)
