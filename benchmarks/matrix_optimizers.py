@@ -13,7 +13,7 @@ inputs for 400. Jorge has SGD's learning rate and 0.7 times as many steps, and m
 loss of SGD (held-out loss of the decoder, training loss of the MLP). SGD has the best of four
 learning rates. Jorge leaves embeddings and norms of the decoder to AdamW. So does the SGD that it
 is compared with, which is Jorge without its preconditioners; `optim.name = "sgd"`, which updates
-all weights, is shown beside it.
+all weights, is shown next to it.
 
 Learning rates are chosen with a seed that is not one of those compared. Means over three seeds are
 compared; a difference counts if it exceeds one standard error. Exit status 1 if a claim does not

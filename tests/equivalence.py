@@ -333,7 +333,7 @@ class Serial:
         self.losses: list[float] = []
         self.norms: list[float] = []
         self.extras: list[float] = []
-        optimizer = serial_optimizer(self.named(), lr, rule)
+        optimizer = serial_optimizer(name, self.named(), lr, rule)
         for step in range(steps):
             optimizer.zero_grad()
             count = (batch.targets != -100).sum()
@@ -362,22 +362,18 @@ class Serial:
 
 
 def serial_optimizer(
-    named: Sequence[tuple[str, nn.Parameter]], lr: float, rule: Rule | None
+    model: str, named: Sequence[tuple[str, nn.Parameter]], lr: float, rule: Rule | None
 ) -> torch.optim.Optimizer:
-    """The optimizer of one process: torch's, or a restatement of the rule."""
+    """The optimizer of one process in plain PyTorch."""
     groups: list[dict[str, Any]] = [
         {"params": [p], "weight_decay": 0.1 if decays(n, p) else 0.0} for n, p in named
     ]
-    for group, (name, param) in zip(groups, named, strict=True):
-        if is_hidden_matrix(name, param):
-            # Which features they are does not matter here.
-            group["dims"] = ("expert", "mlp", "embed")[-param.dim() :]
+    if rule is not None:
+        weights = get_parallel_model(Case(model).on(Grid({}))).weight_summaries
+        for group, (name, _) in zip(groups, named, strict=True):
+            if weights[name].is_hidden_matrix:
+                group["dims"] = weights[name].dims
     return build_serial_optimizer(groups, rule, lr=lr, betas=(0.9, 0.95), eps=1e-8)
-
-
-def is_hidden_matrix(name: str, param: nn.Parameter) -> bool:
-    """Muon and Jorge leave embeddings, heads and routers to AdamW."""
-    return decays(name, param) and not any(word in name for word in ("head", "router"))
 
 
 def decays(name: str, param: nn.Parameter) -> bool:

@@ -680,7 +680,7 @@ def matrix_dims(dims: Sequence[Dim]) -> tuple[int, int] | None:
     """Returns which dims of a weight, with packed dims unpacked, form its hidden matrices.
 
     `((3, "heads"), "embed")` has three matrices, of the unpacked dims 1 and 2, and
-    `("expert", "mlp", "embed")` has one per expert. None: the weight is no hidden matrix.
+    `("expert", "mlp", "embed")` has one per expert. None: the weight is not a hidden matrix.
     """
     _, names = unpack_dims([1 if isinstance(dim, str) else dim[0] for dim in dims], dims)
     named = [i for i, name in enumerate(names) if name not in ("", "expert")]

@@ -44,6 +44,8 @@ GRIDS: list[tuple[dict[str, int], str, dict[str, Any]]] = [
     ({"expert": 2, "data": 2}, "local moe", {}),
     ({"expert": 2, "depth": 2, "row": 2}, "local moe", {}),
     ({"data": 2, "depth": 2, "col": 2}, "deep", {}),
+    ({"row": 2, "col": 2, "depth": 2}, "same dim", {}),
+    ({"data": 2, "row": 2, "col": 2}, "same dim", {"inner": "features"}),
 ]
 
 

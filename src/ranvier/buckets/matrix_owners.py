@@ -7,7 +7,7 @@ parts to the owners by one all-to-all, owners compute, and the results return by
 
     optimizer shards  --all-to-all-->  whole matrices  --all-to-all-->  optimizer shards
 
-Which elements a message contains follows from shapes, shardings and degrees alone, so that nothing
+The elements of a message follow from shapes, shardings and degrees alone, so that nothing
 but elements is sent. Several matrices in one weight (experts, packed dims) have separate owners. A
 part that several ranks hold (shared kv heads) is sent by the first of them and returned to all.
 This module does not import torch; the planner uses it for bytes and FLOPs.

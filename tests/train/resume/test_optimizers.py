@@ -68,7 +68,7 @@ def test_a_run_may_change_its_optimizer(
     capsys.readouterr()
     assert train("run", after, 4) == 0
     said = capsys.readouterr().err
-    assert (f"The states {anew} of optim.name={after!r} begin anew" in said) == bool(anew)
+    assert (f"The states {anew} of optim.name={after!r} start from" in said) == bool(anew)
     assert f"optim.name={before!r}" in said or not anew
     assert states_of("run") == STATES[after]
     first, *_, last = losses(Path("run"))

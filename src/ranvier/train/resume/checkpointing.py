@@ -297,8 +297,8 @@ def _load_checkpoint(run: RunConfig, state: TrainState, fingerprint: str, checkp
         kinds = sorted({name.rpartition(".")[2] for name in anew})
         print(
             f"{checkpoint} was saved with optim.name={_saved_optimizer(manifest)['name']!r}. The "
-            f"states {', '.join(kinds)} of optim.name={run.optim.name!r} begin anew; weights and "
-            "all other states continue.",
+            f"states {', '.join(kinds)} of optim.name={run.optim.name!r} start from their initial "
+            "values; weights and all other states continue.",
             file=sys.stderr,
         )
     if left and state.grid.rank == 0:
