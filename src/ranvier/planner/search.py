@@ -516,7 +516,7 @@ def _choose_compile(wish: SearchRequest, plan: Plan) -> Plan:
     given = math.prod(wish.fixed_degrees.values())
     # With unsplit layers, compile=auto compiles anyway.
     able = wish.allows_compile and plan.compile == "auto" and not wish.cluster.cores
-    # Attention over context is not part of a graph.
+    # Compiled blocks over context are not priced.
     able &= plan.context == 1
     if not able or not split or given == wish.world_size:
         return plan
