@@ -80,40 +80,34 @@ class MatrixUpdate:
         self.wholes = MatrixOwners.assign(specs, grid.degrees, MuonCost(self.dtype.itemsize))
         """The matrices that tiles are parts of."""
         self._whole_pieces = self.wholes.pieces_of_rank(self.exchange.axis.index)
-        self._sides = {side: self._allocate_sides(side) for side in self._side_names}
+        self._sides: dict[Side, dict[int, Tensor]] = {}
         """Preconditioners of the tiles of this rank by side and weight: `[Σ size²]`, one tile after
         the other."""
+        self._side_views: dict[Side, dict[int, Tensor]] = {}
+        """Preconditioners by side and number of the tile, as views `[size, size]`."""
+        for side in self._side_names:
+            self._allocate_sides(side)
 
     @property
     def _side_names(self) -> tuple[Side, ...]:
         return SIDES if isinstance(self.rule, Jorge) else ()
 
-    def _allocate_sides(self, side: Side) -> dict[int, Tensor]:
-        """Returns the first preconditioners of all tiles of this rank, by weight."""
+    def _allocate_sides(self, side: Side) -> None:
+        """Creates the first preconditioners of all tiles of this rank."""
         assert isinstance(self.rule, Jorge)
         like = torch.empty(0, dtype=self.dtype, device=self.device)
-        found: dict[int, list[Tensor]] = {}
+        tiles: dict[int, dict[int, int]] = {}
         for number in self.owners.owned_by(self.exchange.axis.index):
             tile = self.owners.matrices[number]
-            (first,) = jorge.initial_side(1, _side_size(tile, side), eps=self.rule.eps, like=like)
-            found.setdefault(tile.weight, []).append(first.reshape(-1))
-        return {weight: torch.cat(tiles) for weight, tiles in found.items()}
-
-    def _side_views(self, side: Side, numbers: Sequence[int]) -> list[Tensor]:
-        """Returns the preconditioners of some tiles of this rank, as views `[size, size]`."""
-        found = []
-        for number in numbers:
-            tile = self.owners.matrices[number]
-            size = _side_size(tile, side)
-            before = self.owners.owned_by(self.exchange.axis.index)
-            start = sum(
-                _side_size(self.owners.matrices[one], side) ** 2
-                for one in before
-                if one < number and self.owners.matrices[one].weight == tile.weight
-            )
-            flat = self._sides[side][tile.weight]
-            found.append(flat[start : start + size**2].view(size, size))
-        return found
+            tiles.setdefault(tile.weight, {})[number] = _side_size(tile, side)
+        self._sides[side], self._side_views[side] = {}, {}
+        for weight, sizes in tiles.items():
+            flat = like.new_empty(sum(size**2 for size in sizes.values()))
+            parts = flat.split([size**2 for size in sizes.values()])
+            for (number, size), part in zip(sizes.items(), parts, strict=True):
+                view = self._side_views[side][number] = part.view(size, size)
+                view.copy_(jorge.initial_side(1, size, eps=self.rule.eps, like=like)[0])
+            self._sides[side][weight] = flat
 
     def owner_states(self) -> ShardedStateDict:
         """Returns the states that only the owner of a matrix has, by parameter name and side.
@@ -310,7 +304,7 @@ class MatrixUpdate:
         grad = stack.values
         stacked = []
         for side in SIDES:
-            views = self._side_views(side, stack.numbers)
+            views = [self._side_views[side][number] for number in stack.numbers]
             matrices = torch.stack(views)
             if due:
                 new = jorge.precondition_update(
