@@ -104,6 +104,17 @@ CASES: list[tuple[str, str]] = [
         "plan.token_chunk=512 with model.dropout=0.1. Chunks need a decoder",
     ),
     ("plan.token_chunk=512 model.kind='vectors'", "plan.token_chunk=512 with model.kind='vec"),
+    ("optim.name='muon' prune.sparsity=0.5", "optim.name='muon' with pruned training. The update"),
+    ("optim.name='sgd' optim.state_dtype='int8'", "optim.name='sgd' with optim.state_dtype='int8'"),
+    ("optim.name='jorge' lora.rank=4", "optim.name='jorge' with adapters (lora.rank=4). The fac"),
+    (
+        "optim.name='muon' plan.cuda_graph=True",
+        "optim.name='muon' with plan.cuda_graph=True. A CUDA",
+    ),
+    (
+        "optim.name='jorge' optim.max_preconditioner_dim=1000",
+        "optim.max_preconditioner_dim=1000. The side of a tile must be a power of two. Use 512.",
+    ),
     ("optim.warmup_steps=500", "optim.warmup_steps=500 is longer than train.steps=250."),
 ]
 

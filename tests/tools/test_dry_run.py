@@ -321,7 +321,6 @@ WRONG = [
     (["--world", "8", "--rank", "8"], "rank=8 is not valid with world=8"),
     (["--world", "8", "--rank", "-1"], "Use --rank 0"),
     (["--world", "7", "--plan.row", "2"], "needs a multiple of 2 ranks, but there are 7"),
-    (["--memory.optimizer-states", "host"], "memory.optimizer_states='host'"),
     (["--prune.sparsity", "0.5"], "Pruning masks depend on the values of weights"),
 ]
 

@@ -450,10 +450,10 @@ class Optimizer:
         return out
 
     def _publish_weights(self, tile: Tile, master: Tensor, working: Tensor | None) -> None:
-        """Writes the master weights of a tile to its working weights."""
-        if tile.bucket.sparsity_mask is not None:
+        """Writes the master weights of a tile to its working weights; see `_working_weights`."""
+        if working is None:
             tile.bucket.write_optimizer_shard(tile.start, master)
-        elif working is not None and working is not master:
+        elif working is not master:
             working.copy_(master)
 
     def _update_matrix_tile(
