@@ -85,10 +85,16 @@ def test_orthogonalizing_shards_is_another_optimizer(parts: int) -> None:
     assert (shards - whole).norm() / whole.norm() > 0.3
 
 
-def stored_update(grid: Grid, rule: Rule, home: StatePlacement, moments: str) -> dict[str, Any]:
+def stored_update(
+    grid: Grid,
+    rule: Rule,
+    home: StatePlacement,
+    moments: str,
+    dtype: torch.dtype = torch.float64,
+) -> dict[str, Any]:
     """Weights after two steps with states in some place."""
     case = Case("deep", steps=2)
-    model = case.on(grid)
+    model = case.on(grid, dtype=dtype)
     queue = get_parallel_model(model).bucket_scheduler
     optimizer = Optimizer(
         queue,
@@ -103,16 +109,22 @@ def stored_update(grid: Grid, rule: Rule, home: StatePlacement, moments: str) ->
         forward_backward(model, micros_of(batch, grid, 1))
         optimizer.step()
     queue.wait_for_updates()
+    for bucket, master in optimizer.master_weights.items():
+        assert torch.equal(bucket.take_optimizer_shard(bucket.data), master.to(dtype))
     return {n: x.clone() for n, (x, _) in get_parallel_model(model).sharded_state().items()}
 
 
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("update_device", ["device", "cpu"])
 @pytest.mark.parametrize("rule", ["muon", "jorge", "sgd"])
-def test_states_on_the_host_change_no_bit(pool: Pool, rule: str, update_device: str) -> None:
+def test_states_on_the_host_change_no_bit(
+    pool: Pool, rule: str, update_device: str, dtype: torch.dtype
+) -> None:
     degrees = {"data": 2, "row": 2}
     away = StatePlacement("host", update_device=update_device, tile_elements=256)  # type: ignore[arg-type]
-    here = pool.on_grid(degrees, stored_update, RULES[rule], StatePlacement(), "master")
-    there = pool.on_grid(degrees, stored_update, RULES[rule], away, "master")
+    here = pool.on_grid(degrees, stored_update, RULES[rule], StatePlacement(), "master", dtype)
+    there = pool.on_grid(degrees, stored_update, RULES[rule], away, "master", dtype)
     for one, other in zip(here, there, strict=True):
         assert all(torch.equal(x, other[name]) for name, x in one.items())
 

@@ -38,8 +38,8 @@ PassRule = Callable[[UpdateScalars, Tile, StateTensors, Tensor, Tensor | None], 
 RunPass = Callable[[Work, PassRule, bool], None]
 """Applies a rule to all tiles of some buckets and waits for it unless it writes new weights, which
 the last argument tells."""
-MasterUpdate = Callable[[Tensor], None]
-"""Updates master weights in place."""
+MasterUpdate = Callable[[Tensor, Tensor | None], None]
+"""Updates master weights in place, and writes them to working weights if these are given."""
 UpdateTile = Callable[[MasterUpdate, Tile, StateTensors, Tensor | None], None]
 """Updates the master weights of a tile, and writes its working weights."""
 Side = Literal["left", "right"]
@@ -192,7 +192,7 @@ class MatrixUpdate:
             direction: Tensor,
             out: Tensor | None,
         ) -> None:
-            def update(master: Tensor) -> None:
+            def update(master: Tensor, working: Tensor | None) -> None:
                 for part, ratio in self._lr_ratios(tile):
                     muon.apply_update(
                         master[part],
@@ -201,6 +201,7 @@ class MatrixUpdate:
                         share=share,
                         ratio=ratio,
                         decay=decay,
+                        out=None if working is None else working[part],
                     )
 
             update_tile(update, tile, held, out)

@@ -463,8 +463,12 @@ class Optimizer:
         working = self._working_weights(tile, out)
         master = held.get("master", working)
         assert master is not None, tile.bucket.name
-        update(master)
-        self._publish_weights(tile, master, working)
+        # A kernel writes both. The buffer `out` must be written even if the update is skipped.
+        if out is None and working is not None and working is not master:
+            update(master, working)
+        else:
+            update(master, None)
+            self._publish_weights(tile, master, working)
 
     @property
     def _updates_on_cpu(self) -> bool:
