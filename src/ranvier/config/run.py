@@ -97,14 +97,7 @@ class RunConfig:
         # 10% of all steps, at least 10.
         if warmup == -1:
             warmup = min(max(steps // 10, 10), steps)
-        optim = dataclasses.replace(
-            self.optim,
-            lr=self.peak_lr,
-            adamw_lr=self.adamw_peak_lr,
-            momentum=self.momentum,
-            weight_decay=self.weight_decay,
-            warmup_steps=warmup,
-        )
+        optim = dataclasses.replace(self.optim, lr=self.peak_lr, warmup_steps=warmup)
         return dataclasses.replace(self, plan=plan, optim=optim)
 
     @property
