@@ -146,8 +146,7 @@ class MatrixOwners:
         matrices = tuple(_split_into_matrices(weights, rule.tile_size))
         costs = [rule.flops(one.rows, one.cols) for one in matrices]
         num_ranks = math.prod(degrees[axis] for axis in OWNER_AXES)
-        assign = _assign_ranges if rule.has_owner_states else _assign_largest_first
-        owners = assign(costs, num_ranks)
+        owners = assign_owners(costs, num_ranks, rule)
         loads = [0.0] * num_ranks
         for owner, cost in zip(owners, costs, strict=True):
             loads[owner] += cost
@@ -185,34 +184,57 @@ class MatrixOwners:
 
     def pieces_of_rank(self, rank: int) -> list[Piece]:
         """Returns the pieces between the optimizer shards of a rank and all matrices, in order."""
-        index = self.indices[rank]
         found: list[Piece] = []
-        for number, weight in enumerate(self.weights):
-            boxes = weight.state_shard(index, self.degrees).to_boxes()
-            for matrix in self._matrices_of_weight[number] if boxes else ():
-                found += self._meet(matrix, boxes)
+        for numbers in self._matrices_of_weight:
+            for number in numbers:
+                found += self._pieces(number, rank)
         return found
 
     def pieces_of_owner(self, owner: int) -> list[list[Piece]]:
         """Returns the pieces between each rank and the matrices of an owner, in order."""
         found: list[list[Piece]] = [[] for _ in self.indices]
         for number in self.owned_by(owner):
-            weight = self.weights[self.matrices[number].weight]
-            for rank, index in enumerate(self.indices):
-                found[rank] += self._meet(
-                    number, weight.state_shard(index, self.degrees).to_boxes()
-                )
+            for rank, pieces in enumerate(found):
+                pieces += self._pieces(number, rank)
         return found
 
-    def _meet(self, number: int, boxes: Sequence[Box]) -> Iterator[Piece]:
-        """Yields the elements that boxes of a shard and a matrix have in common."""
+    def _pieces(self, number: int, rank: int) -> Iterator[Piece]:
+        """Yields the pieces between the optimizer shards of a rank and a matrix."""
         matrix = self.matrices[number]
-        for box in boxes:
-            here = box.intersection(matrix.box)
-            if here is not None:
-                there = matrix.box.intersection(here)
-                assert there is not None
-                yield Piece(number, matrix.weight, here, there)
+        kind = self._placements[matrix.weight]
+        key = kind, rank, matrix.start, matrix.size
+        if key not in self._common_boxes:
+            self._common_boxes[key] = [*_intersect(self._state_boxes(kind, rank), matrix.box)]
+        for here, there in self._common_boxes[key]:
+            yield Piece(number, matrix.weight, here, there)
+
+    @cached_property
+    def _placements(self) -> tuple[int, ...]:
+        """For each weight the first one with the same shards, such as that of another block."""
+        first: dict[tuple[object, ...], int] = {}
+        return tuple(
+            first.setdefault(
+                (one.spec.sharding, one.offset, one.replica_axis, one.optimizer_shard_size), number
+            )
+            for number, one in enumerate(self.weights)
+        )
+
+    @cached_property
+    def _common_boxes(self) -> dict[tuple[object, ...], list[tuple[Box, Box]]]:
+        """Boxes that shards and matrices have in common: equal blocks have the same ones."""
+        return {}
+
+    @cached_property
+    def _boxes_of_shards(self) -> dict[tuple[int, int], list[Box]]:
+        return {}
+
+    def _state_boxes(self, weight: int, rank: int) -> list[Box]:
+        """Returns the boxes of the optimizer shard of a weight."""
+        key = weight, rank
+        if key not in self._boxes_of_shards:
+            shard = self.weights[weight].state_shard(self.indices[rank], self.degrees)
+            self._boxes_of_shards[key] = shard.to_boxes()
+        return self._boxes_of_shards[key]
 
     def is_sent_by(self, piece: Piece, rank: int) -> bool:
         """Whether a rank sends a piece to its owner; others with the same part do not."""
@@ -220,51 +242,106 @@ class MatrixOwners:
 
     def sent_elements(self, rank: int) -> tuple[int, int]:
         """Returns the elements that a rank sends to owners, and those that it sends back."""
+        others = [other for other in range(self.num_ranks) if other != rank]
         to_owners = sum(
-            piece.num_elements
-            for piece in self.pieces_of_rank(rank)
-            if self.owners[piece.matrix] != rank and self.is_sent_by(piece, rank)
+            self._num_common(number, rank, only_first=True)
+            for number, owner in enumerate(self.owners)
+            if owner != rank
         )
         back = sum(
-            piece.num_elements
-            for other, pieces in enumerate(self.pieces_of_owner(rank))
-            for piece in pieces
-            if other != rank
+            self._num_common(number, other) for number in self.owned_by(rank) for other in others
         )
         return to_owners, back
 
     def received_elements(self, rank: int) -> tuple[int, int]:
         """Returns the elements that a rank receives as an owner, and those that return to it."""
+        others = [other for other in range(self.num_ranks) if other != rank]
         as_owner = sum(
-            piece.num_elements
-            for other, pieces in enumerate(self.pieces_of_owner(rank))
-            for piece in pieces
-            if other != rank and self.is_sent_by(piece, other)
+            self._num_common(number, other, only_first=True)
+            for number in self.owned_by(rank)
+            for other in others
         )
         back = sum(
-            piece.num_elements
-            for piece in self.pieces_of_rank(rank)
-            if self.owners[piece.matrix] != rank
+            self._num_common(number, rank)
+            for number, owner in enumerate(self.owners)
+            if owner != rank
         )
         return as_owner, back
 
+    def _num_common(self, number: int, rank: int, *, only_first: bool = False) -> int:
+        """Returns how many elements of a matrix are in the optimizer shards of a rank.
+
+        Args:
+            number: Number of the matrix.
+            rank: The rank.
+            only_first: Count a part that several ranks have for the first of them only.
+        """
+        matrix = self.matrices[number]
+        kind = self._placements[matrix.weight]
+        key = kind, rank, matrix.start, only_first
+        if key not in self._counts:
+            weight = self.weights[kind]
+            if only_first and not weight.is_sent_by(self.indices[rank], self.degrees):
+                self._counts[key] = 0
+            else:
+                self._counts[key] = sum(one.num_elements for one in self._pieces(number, rank))
+        return self._counts[key]
+
+    @cached_property
+    def _counts(self) -> dict[tuple[object, ...], int]:
+        return {}
+
     def events(self, rank: int) -> list[Event]:
         """Predicts the communication of the update of all matrices, on a rank of the stage."""
-        names = tuple(axis for axis in OWNER_AXES if self.degrees[axis] > 1)
-        if not names or not self.matrices:
+        if self.num_ranks == 1:
             return []
-        there, back = (count * self.rule.itemsize for count in self.sent_elements(rank))
-        norms = 2 * self.num_whole * self.rule.grafted_itemsize
-        return [
-            Event("all_to_all", names, there, MATRICES),
-            Event("all_to_all", names, back, MATRICES),
-            *([Event("all_reduce", names, norms, MATRICES)] if norms else []),
-        ]
+        return exchange_events(self.degrees, self.rule, self.sent_elements(rank), self.num_whole)
 
     @property
     def num_whole(self) -> int:
         """Number of matrices, each of which may have several tiles."""
         return 1 + max((matrix.whole for matrix in self.matrices), default=-1)
+
+
+def _intersect(boxes: Iterable[Box], matrix: Box) -> Iterator[tuple[Box, Box]]:
+    """Yields what boxes of a shard and a matrix have in common, as a box of each."""
+    for box in boxes:
+        here = box.intersection(matrix)
+        if here is not None:
+            there = matrix.intersection(here)
+            assert there is not None
+            yield here, there
+
+
+def exchange_events(
+    degrees: Mapping[str, int], rule: MatrixRuleCost, sent: tuple[int, int], num_whole: int
+) -> list[Event]:
+    """Returns the two all-to-alls of matrices, and the all-reduce of their norms for grafting.
+
+    Args:
+        degrees: Degrees of all axes.
+        rule: The rule of the matrices.
+        sent: Elements that a rank sends to owners, and those that it sends back.
+        num_whole: Number of matrices.
+    """
+    names = tuple(axis for axis in OWNER_AXES if degrees[axis] > 1)
+    if not names or not num_whole:
+        return []
+    norms = 2 * num_whole * rule.grafted_itemsize
+    return [
+        *(Event("all_to_all", names, count * rule.itemsize, MATRICES) for count in sent),
+        *([Event("all_reduce", names, norms, MATRICES)] if norms else []),
+    ]
+
+
+def assign_owners(costs: Sequence[float], num_ranks: int, rule: MatrixRuleCost) -> list[int]:
+    """Returns the owner of each matrix or tile, balanced by cost.
+
+    Without states of owners the largest comes first. With them each rank gets a range.
+    """
+    if rule.has_owner_states:
+        return _assign_ranges(costs, num_ranks)
+    return _assign_largest_first(costs, num_ranks)
 
 
 def _assign_largest_first(costs: Sequence[float], num_ranks: int) -> list[int]:

@@ -8,6 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+MUON_BATCH_ELEMENTS = 1 << 27
+"""Maximum number of elements of the matrices that Muon iterates together on a GPU, unless a single
+matrix has more."""
+JORGE_BATCH_ELEMENTS = 1 << 26
+"""Maximum number of elements of the sides that Jorge updates together, unless one side has more."""
+
 
 def muon_flops(rows: int, cols: int, steps: int) -> float:
     """Returns the FLOPs of the orthogonalization of a matrix: steps · (4 m² n + 2 m³), m ≤ n.
@@ -58,6 +64,24 @@ class MuonCost:
     grafted_itemsize = 0
     """Bytes of each of the two norms of a matrix that are summed over ranks; 0: none are."""
 
+    num_passes = 2
+    """Passes over the states: momentum, and after the exchange weights."""
+
+    def owner_state_elements(self, rows: int, cols: int) -> int:
+        """Returns the elements of the states of a matrix that only its owner has: none."""
+        return 0
+
+    def temporary_elements(self, rows: int, cols: int, count: int) -> int:
+        """Returns the elements of the temporary tensors for `count` matrices of one shape.
+
+        These are the result, and of a batch X before and after a product, and two products of the
+        smaller side.
+        """
+        m = min(rows, cols)
+        one = rows * cols
+        batch = min(max(MUON_BATCH_ELEMENTS // one, 1), count)
+        return count * one + batch * 2 * (one + m * m)
+
     def flops(self, rows: int, cols: int) -> float:
         """Returns the FLOPs of the update of a matrix."""
         return muon_flops(rows, cols, self.steps)
@@ -81,6 +105,23 @@ class JorgeCost:
     def grafted_itemsize(self) -> int:
         """Bytes of each of the two norms of a matrix that are summed over ranks; 0: none are."""
         return self.itemsize * self.grafting
+
+    num_passes = 3
+    """Passes over the states: both momenta, and weights."""
+
+    def temporary_elements(self, rows: int, cols: int, count: int) -> int:
+        """Returns the elements of the temporary tensors for `count` tiles of one shape.
+
+        These are the sides before and after their update, the statistics of one side, and up to
+        five products of a batch.
+        """
+        side = max(rows, cols) ** 2
+        batch = min(max(JORGE_BATCH_ELEMENTS // side, 1), count)
+        return count * (rows**2 + cols**2 + 2 * side) + 5 * batch * side
+
+    def owner_state_elements(self, rows: int, cols: int) -> int:
+        """Returns the elements of the states of a tile that only its owner has: r² + c²."""
+        return rows * rows + cols * cols
 
     def flops(self, rows: int, cols: int) -> float:
         """Returns the mean FLOPs per step of the update of a tile."""
