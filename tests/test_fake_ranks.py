@@ -24,6 +24,7 @@ from ranvier.grid import Grid
 from ranvier.models.decoder import Decoder, DecoderConfig
 from ranvier.nn.context_documents import ContextDocuments
 from ranvier.optim.optimizer import Optimizer
+from ranvier.optim.rules import Jorge, MatrixRule, Muon
 from ranvier.parallel.parallelize import parallelize
 from ranvier.tools.verify import predict_events
 from ranvier.train.step import forward_backward
@@ -70,9 +71,22 @@ def counted() -> Iterator[Counter[str]]:
         yield total
 
 
-@pytest.mark.parametrize("inner", ["samples", "features"])
-@pytest.mark.parametrize(("world", "degrees"), GRIDS, ids=[label(degrees) for _, degrees in GRIDS])
-def test_predicted_bytes_are_counted_bytes(world: int, degrees: dict[str, int], inner: Any) -> None:
+RULES: list[tuple[int, dict[str, int], Any, MatrixRule | None]] = [
+    *((*grid, inner, None) for inner in ("samples", "features") for grid in GRIDS),
+    (*GRIDS[0], "samples", Muon()),
+    (*GRIDS[3], "features", Muon()),
+    (*GRIDS[0], "features", Jorge(max_preconditioner_dim=16)),
+]
+
+
+@pytest.mark.parametrize(
+    ("world", "degrees", "inner", "rule"),
+    RULES,
+    ids=[f"{label(grid)}-{inner}-{type(rule).__name__}" for _, grid, inner, rule in RULES],
+)
+def test_predicted_bytes_are_counted_bytes(
+    world: int, degrees: dict[str, int], inner: Any, rule: MatrixRule | None
+) -> None:
     config = DecoderConfig(
         layers=2,
         embed=16,
@@ -102,12 +116,13 @@ def test_predicted_bytes_are_counted_bytes(world: int, degrees: dict[str, int], 
             for micro in micros
             if isinstance(micro.documents, ContextDocuments)
         ]
-        optimizer = Optimizer(model.parallel.bucket_scheduler)
+        optimizer = Optimizer(model.parallel.bucket_scheduler, rule=rule)
         with counted() as total:
             forward_backward(model, micros)
             optimizer.step()
         predicted: Counter[str] = Counter()
         flow = ActivationShape(samples=4, seq=16, itemsize=4, statistics_itemsize=4)
-        for event in predict_events(model.parallel, flow, 2, orders):
+        cost = None if rule is None else rule.cost(torch.float32)
+        for event in predict_events(model.parallel, flow, 2, orders, cost):
             predicted[event.op] += event.bytes
         assert total == predicted

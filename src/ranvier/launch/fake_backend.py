@@ -1,11 +1,12 @@
-"""Counts every call of a process group, at the point where torch issues it.
+"""Counts every call of a process group, at the point where torch issues it, and completes the fake
+one.
 
-This is below `comm`, so the counts do not depend on its trace or on any prediction.
+Counting is below `comm`, so the counts do not depend on its trace or on any prediction.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,10 @@ PROCESS_GROUP_METHODS: dict[str, tuple[str, int]] = {
 """Methods of torch's process groups (torch 2.13 renamed three of them): the operation, and the
 index of the argument that holds the full tensor."""
 
+ALL_TO_ALL_METHODS = frozenset(
+    name for name, (op, _) in PROCESS_GROUP_METHODS.items() if op == "all_to_all"
+)
+
 
 @dataclass(frozen=True)
 class CommCall:
@@ -38,13 +43,38 @@ class CommCall:
 
 
 @contextmanager
+def patch_process_groups(
+    patch: Callable[[str, Callable[..., Any]], Callable[..., Any]], names: Collection[str]
+) -> Iterator[None]:
+    """Replaces methods of process groups inside the context.
+
+    Args:
+        patch: Returns the new method, for the name of a method and the method.
+        names: Names of the methods; those that this version of torch does not have are ignored.
+    """
+    from torch.distributed import ProcessGroup
+
+    # Save the descriptors of the class, because the result of getattr would not bind to a group.
+    before = {name: call for name, call in vars(ProcessGroup).items() if name in names}
+    for name in before:
+        setattr(ProcessGroup, name, patch(name, getattr(ProcessGroup, name)))
+    try:
+        yield
+    finally:
+        for name, call in before.items():
+            setattr(ProcessGroup, name, call)
+
+
+@contextmanager
 def count_comm_calls() -> Iterator[list[CommCall]]:
     """Yields a list that collects all calls inside the context, of all threads."""
-    from torch.distributed import ProcessGroup, get_process_group_ranks
+    from torch.distributed import get_process_group_ranks
 
     calls = list[CommCall]()
 
-    def noting(op: str, whole: int, call: Callable[..., Any]) -> Callable[..., Any]:
+    def noting(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        op, whole = PROCESS_GROUP_METHODS[name]
+
         def noted(group: Any, *arguments: Any, **options: Any) -> Any:
             # Some methods take a list of tensors.
             x = arguments[whole]
@@ -54,16 +84,26 @@ def count_comm_calls() -> Iterator[list[CommCall]]:
 
         return noted
 
-    # Save the descriptors of the class, because the result of getattr would not bind to a group.
-    before = {
-        name: call for name, call in vars(ProcessGroup).items() if name in PROCESS_GROUP_METHODS
-    }
-    for name in before:
-        setattr(
-            ProcessGroup, name, noting(*PROCESS_GROUP_METHODS[name], getattr(ProcessGroup, name))
-        )
-    try:
+    with patch_process_groups(noting, PROCESS_GROUP_METHODS):
         yield calls
-    finally:
-        for name, call in before.items():
-            setattr(ProcessGroup, name, call)
+
+
+@contextmanager
+def allow_empty_inputs() -> Iterator[None]:
+    """Lets a rank of the fake process group receive in an all-to-all without sending anything.
+
+    The fake process group fills outputs with its input, and raises an error if that is empty.
+    """
+
+    def skipping(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def skipped(
+            group: Any, output: Any, x: Any, receive: list[int], *rest: Any, **options: Any
+        ) -> Any:
+            if x.shape[0] == 0:
+                output, receive = output[:0], [0] * len(receive)
+            return call(group, output, x, receive, *rest, **options)
+
+        return skipped
+
+    with patch_process_groups(skipping, ALL_TO_ALL_METHODS):
+        yield
