@@ -19,12 +19,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ranvier.cost.matrix_optimizers import JORGE_BATCH_ELEMENTS
+
 Precision = Literal["ieee", "tf32"]
 EPS = 1e-6
 """ε of the first sides ε^(-1/4) I."""
-MAX_BATCH_ELEMENTS = 1 << 26
+MAX_BATCH_ELEMENTS = JORGE_BATCH_ELEMENTS
 """Maximum number of elements of the sides that are updated together, unless one side has more.
-Temporary tensors take about four times as many."""
+Temporary tensors take about five times as many."""
 GRAFT_EPS = 1e-12
 """Added to the norm of the momentum by which grafting divides."""
 
@@ -69,7 +71,7 @@ def precondition_update(
     change. precision: of fp32 products on CUDA.
     """
     new = torch.empty_like(side)
-    if side.is_meta or side.numel() == 0:
+    if side.numel() == 0:
         return new
     size = max(1, MAX_BATCH_ELEMENTS // side[0].numel())
     batches = zip(side.split(size), statistics.split(size), new.split(size), strict=True)

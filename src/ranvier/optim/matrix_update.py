@@ -175,7 +175,9 @@ class MatrixUpdate:
         else:
             run_pass(work, self._jorge_gradient_rule(self.rule, flats), False)
             stacks = self.exchange.gather_matrices(flats)
-            due = updates() % self.rule.precondition_interval == 0
+            # The host waits for the number of updates, so it is read only if it decides.
+            interval = self.rule.precondition_interval
+            due = interval == 1 or updates() % interval == 0
             for stack in stacks:
                 self._precondition(self.rule, stack, now, due=due)
             self.exchange.scatter_matrices(stacks, flats)

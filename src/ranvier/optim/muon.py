@@ -23,6 +23,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ranvier.cost.matrix_optimizers import MUON_BATCH_ELEMENTS
 from ranvier.launch import has_triton
 from ranvier.optim.adamw import UpdateScalars
 
@@ -31,7 +32,7 @@ Coefficients = tuple[float, float, float]
 COEFFICIENTS: Coefficients = (3.4445, -4.7750, 2.0315)
 STEPS = 5
 """Defaults of the iteration, as in `torch.optim.Muon`."""
-MAX_BATCH_ELEMENTS = 1 << 27
+MAX_BATCH_ELEMENTS = MUON_BATCH_ELEMENTS
 """Maximum number of elements of the matrices that are iterated together. Temporary tensors take at
 most about four times as many elements (the matrices before and after a product, and two of the
 smaller side), unless a single matrix has more."""
@@ -158,12 +159,12 @@ def orthogonalize(
     """
     assert steps > 0, steps
     result = torch.empty_like(matrices)
-    if matrices.is_meta or matrices.numel() == 0:
+    if matrices.numel() == 0:
         return result
     is_tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if is_tall else matrices
     y = result.mT if is_tall else result
-    if not matrices.is_cuda:
+    if matrices.device.type == "cpu":
         # One by one: results do not depend on the other matrices of the batch.
         for one, into in zip(x, y, strict=True):
             into.copy_(_orthogonalize_matrix(one, steps, coefficients, eps))
@@ -221,7 +222,8 @@ def _can_use_kernels(tensors: Sequence[Tensor]) -> bool:
 def _can_multiply_symmetric(x: Tensor) -> bool:
     """Whether the kernels of symmetric products support a batch of matrices."""
     return (
-        _has_kernels()
+        x.is_cuda
+        and _has_kernels()
         and x.dtype in (torch.bfloat16, torch.float16)
         and torch.cuda.get_device_capability(x.device) >= (8, 0)
     )

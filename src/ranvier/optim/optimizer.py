@@ -310,12 +310,17 @@ class Optimizer:
                 share=self.lr_factors.get("matrix", 1.0),
                 decay=self.weight_decays.get("matrix", 0.0),
                 states=self.state_store.states,
-                updates=lambda: int(self.num_updates.item()),
+                updates=self._count_updates,
             )
         # CPU updates of small tiles are batched: one kernel call per parameter group.
         together: dict[ParamGroup, list[fused_adamw.CpuUpdate]] = {}
         self._run_pass(now, others, self._update_tile, together=together)
         self._apply_cpu_batches(together, now)
+
+    def _count_updates(self) -> int:
+        """Returns the number of applied updates; waits for the device."""
+        # A dry run has no numbers; its steps count as the first.
+        return 0 if self.num_updates.is_meta else int(self.num_updates.item())
 
     def _run_pass(
         self,

@@ -52,7 +52,8 @@ class Muon:
 
     def message_dtype(self, master: torch.dtype, device: torch.device) -> torch.dtype:
         """Returns the dtype in which updates travel and are orthogonalized."""
-        wants_bf16 = self.dtype == "auto" and device.type == "cuda" and master != torch.float64
+        # The meta device of a dry run stands for a GPU.
+        wants_bf16 = self.dtype == "auto" and device.type != "cpu" and master != torch.float64
         if wants_bf16 or self.dtype == "bf16":
             return torch.bfloat16
         return torch.float32 if self.dtype == "fp32" else master
