@@ -16,16 +16,25 @@ import torch
 
 from grids import label
 from ranvier import launch
+from ranvier.buckets.matrix_owners import MatrixOwners
 from ranvier.config.plan import Plan, WeightSplit
 from ranvier.config.run import RunConfig
 from ranvier.config.sections import DecoderModelConfig
 from ranvier.cost.layers import ActivationShape
+from ranvier.cost.optimizer import ADAMW
 from ranvier.grid import Grid
 from ranvier.models.decoder import Decoder, DecoderConfig
 from ranvier.optim.optimizer import Optimizer
+from ranvier.optim.rules import Jorge, MatrixRule, Muon
 from ranvier.parallel.parallel_model import get_parallel_model
 from ranvier.parallel.parallelize import parallelize
-from ranvier.planner.comm_volume import STEP_VOTES, ShardingKey, build_all_stages, step_comm_volume
+from ranvier.planner.comm_volume import (
+    STEP_VOTES,
+    ShardingKey,
+    build_all_stages,
+    stage_matrix_owners,
+    step_comm_volume,
+)
 from ranvier.planner.memory.model_states import model_state_sizes
 from ranvier.planner.model_spec import resolve_model_spec
 
@@ -59,7 +68,7 @@ def test_states_and_their_communication_are_those_of_a_rank(
         RunConfig(model=DecoderModelConfig(size="imported", **{**SHAPE, **changes}))
     )
     (stage,) = build_all_stages(spec, plan, 48)
-    found = model_state_sizes(spec, stage, ShardingKey.from_plan(plan), 2, "master")
+    found = model_state_sizes(spec, stage, ShardingKey.from_plan(plan), 2, ADAMW)
     assert found.weight_bytes == nbytes(b.data for b in parallel.bucket_scheduler.buckets)
     states = optimizer.state_store.states.values()
     assert found.state_bytes == nbytes(x for held in states for x in held.values())
@@ -75,6 +84,31 @@ def test_states_and_their_communication_are_those_of_a_rank(
     for row in rows:
         total[row.op, row.axis] -= row.bytes * row.count
     assert not any(total.values()), +total
+
+
+@pytest.mark.parametrize("rule", [Muon(), Jorge(max_preconditioner_dim=16)], ids=["muon", "jorge"])
+@pytest.mark.parametrize(("degrees", "changes"), GRIDS, ids=[label(grid) for grid, _ in GRIDS])
+def test_owners_of_matrices_are_those_of_a_rank(
+    degrees: dict[str, int], changes: dict[str, Any], rule: MatrixRule
+) -> None:
+    """The planner repeats kinds of blocks, and a rank has buckets, whose order must be the same."""
+    world = math.prod(degrees.values())
+    grid = Grid(degrees, rank=world // 3)
+    plan = Plan(global_batch=world, micro_batch=1).with_degrees(grid.degrees)
+    config = DecoderConfig(**{**SHAPE, **changes})
+    parallel = get_parallel_model(parallelize(Decoder(config), grid, plan))
+    cost = rule.cost(torch.float32)
+    specs = [bucket.spec for bucket in parallel.bucket_scheduler.buckets]
+    real = MatrixOwners.assign(specs, grid.degrees, cost)
+    spec = resolve_model_spec(
+        RunConfig(model=DecoderModelConfig(size="imported", **{**SHAPE, **changes}))
+    )
+    (stage,) = build_all_stages(spec, plan, 48)
+    found = stage_matrix_owners(spec, stage, ShardingKey.from_plan(plan), cost)
+    assert found.owners == real.owners and found.matrices == real.matrices
+    for rank in (0, world // 3, world - 1):
+        assert found.sent_elements(rank) == real.sent_elements(rank)
+        assert found.received_elements(rank) == real.received_elements(rank)
 
 
 def nbytes(tensors: Iterable[torch.Tensor]) -> int:

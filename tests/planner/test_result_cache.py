@@ -15,6 +15,7 @@ import pytest
 from commands import call
 from ranvier.cli import plan
 from ranvier.config.plan import Plan
+from ranvier.cost.optimizer import OptimizerSpec
 from ranvier.planner import cluster, model_spec, result_cache
 from ranvier.planner.cluster import MatmulRate
 from ranvier.planner.predict import Workload
@@ -70,7 +71,9 @@ def other_device(one: SearchRequest, **changes: Any) -> SearchRequest:
 CHANGES: list[Callable[[SearchRequest], SearchRequest]] = [
     lambda one: replace(one, workload=replace(one.workload, batch=16)),
     lambda one: replace(one, workload=replace(one.workload, seq=256)),
-    lambda one: replace(one, workload=replace(one.workload, moments="bf16")),
+    lambda one: replace(
+        one, workload=replace(one.workload, optimizer=OptimizerSpec(moments="bf16"))
+    ),
     lambda one: replace(
         one, workload=replace(one.workload, model=model_spec.dense_decoder(**SHAPE, tied=True))
     ),

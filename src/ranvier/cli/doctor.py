@@ -486,6 +486,7 @@ def resolve_ranks(run: RunConfig) -> RunConfig:
 def list_communicators(run: RunConfig, cost: CommunicatorCost | None) -> list[Finding]:
     """Lists the communicators that a rank of a run creates on GPUs, with memory and, if known,
     time."""
+    from ranvier.cost.optimizer import OptimizerSpec
     from ranvier.planner.communicators import list_communicators as planned
     from ranvier.planner.communicators import total_bytes, worst_stage
     from ranvier.planner.model_spec import resolve_model_spec
@@ -503,7 +504,7 @@ def list_communicators(run: RunConfig, cost: CommunicatorCost | None) -> list[Fi
     model = resolve_model_spec(run)
     # Stages create different communicators; the stage with the largest memory is shown.
     stage = worst_stage(model, plan)
-    made = planned(model, plan, stage=stage)
+    made = planned(model, plan, stage=stage, optimizer=OptimizerSpec.from_run(run))
     for one in made:
         kind = one.channel or "collectives"
         whole = math.prod(plan.degrees[axis] for axis in one.axis_names)

@@ -8,6 +8,7 @@ same events. Imports no torch.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from ranvier.buckets import spec
+from ranvier.buckets.matrix_owners import OWNER_AXES, MatrixOwners, exchange_events
 from ranvier.buckets.spec import VECTORS, BucketSpec, ElementSizes, ParamSpec
 from ranvier.config.plan import (
     AXES,
@@ -26,6 +28,8 @@ from ranvier.config.plan import (
     WeightSplit,
 )
 from ranvier.cost.layers import ActivationShape, LayerCost, LayoutContext
+from ranvier.cost.matrix_optimizers import MatrixRuleCost
+from ranvier.cost.optimizer import ADAMW, OptimizerSpec
 from ranvier.pipeline import traffic
 from ranvier.pipeline.balance import part_ranges, partition_by_cost
 from ranvier.pipeline.policy import PipelineShape, SchedulingPolicy
@@ -47,6 +51,8 @@ TOKEN_COUNT_BYTES = 8
 ROUTER_COUNTERS = 4
 ROUTER_COUNTER_BYTES = 8
 """Counters of each MoE layer per step in addition to the load of each expert, and bytes of one."""
+CACHED_OWNERS = 8
+"""Maximum number of layouts whose owners of matrices are cached, as each may be large."""
 CACHE_SIZE = 1 << 16
 """Maximum number of cached results of each function."""
 
@@ -313,6 +319,77 @@ def stage_bucket_specs(
     return *found, *((VECTORS, lot, 1) for lot in spec.build_bucket_specs(vectors, degrees))
 
 
+@lru_cache(CACHE_SIZE)
+def stage_matrix_buckets(
+    model: ModelSpec, stage: StageBlocks, spot: ShardingKey
+) -> tuple[BucketSpec, ...]:
+    """Returns the buckets of hidden matrices of a stage in the order of its parts, as on a rank."""
+    found: dict[str, list[BucketSpec]] = {}
+    for part, lot, _ in stage_bucket_specs(model, stage, spot):
+        if lot.has_matrices:
+            found.setdefault(part, []).append(lot)
+    return tuple(lot for part in stage.blocks for lot in found.get(part.name, ()))
+
+
+@lru_cache(CACHED_OWNERS)
+def stage_matrix_owners(
+    model: ModelSpec, stage: StageBlocks, spot: ShardingKey, rule: MatrixRuleCost
+) -> MatrixOwners:
+    """Returns the owners of the hidden matrices of a stage."""
+    degrees = dict(zip(AXES, spot.degrees, strict=True))
+    return MatrixOwners.assign(stage_matrix_buckets(model, stage, spot), degrees, rule)
+
+
+@lru_cache(CACHE_SIZE)
+def matrix_shapes(model: ModelSpec, part: BlockSpec) -> tuple[tuple[int, int, int], ...]:
+    """Returns rows, columns and number of the trainable hidden matrices of each weight of a
+    part.
+    """
+    found = list[tuple[int, int, int]]()
+    alone = ShardingKey((1,) * len(AXES), "samples", False)
+    for param in block_param_specs(model, part, alone):
+        if param.trainable and param.matrix_dims is not None:
+            shape = param.sharding.shape
+            rows, cols = (shape[dim] for dim in param.matrix_dims)
+            found.append((rows, cols, math.prod(shape) // (rows * cols)))
+    return tuple(found)
+
+
+def count_matrix_elements(model: ModelSpec, stage: StageBlocks) -> int:
+    """Returns the elements of all trainable hidden matrices of a stage."""
+    return sum(
+        number * rows * cols * count
+        for part, number in stage.block_counts
+        for rows, cols, count in matrix_shapes(model, part)
+    )
+
+
+def matrix_events(
+    model: ModelSpec,
+    stage: StageBlocks,
+    spot: ShardingKey,
+    rule: MatrixRuleCost,
+    stage_rank: int | None = None,
+) -> list[Event]:
+    """Returns the exchange of hidden matrices with their owners on a rank of a stage.
+
+    stage_rank: index of the rank among those of the stage. None means the mean of all ranks, which
+    needs no assignment of owners: e · elements / ranks without the part that stays on a rank.
+    """
+    if stage_rank is not None:
+        return stage_matrix_owners(model, stage, spot, rule).events(stage_rank)
+    degrees = dict(zip(AXES, spot.degrees, strict=True))
+    num_ranks = math.prod(degrees[axis] for axis in OWNER_AXES)
+    shapes = [(n, one) for part, n in stage.block_counts for one in matrix_shapes(model, part)]
+    elements = count_matrix_elements(model, stage)
+    return exchange_events(
+        degrees,
+        rule,
+        (elements * (num_ranks - 1) // num_ranks**2,) * 2,
+        sum(n * count for n, (_, _, count) in shapes),
+    )
+
+
 def _mark_tied_params(
     pieces: Iterable[ParamSpec], model: ModelSpec, stage: StageBlocks, leaving: bool
 ) -> Iterable[ParamSpec]:
@@ -377,13 +454,15 @@ def step_comm_volume(
     context_index: int = 0,
     kept: bool = False,
     orders: int | None = None,
+    optimizer: OptimizerSpec = ADAMW,
+    stage_rank: int | None = None,
 ) -> StepCommVolume:
     """Returns all communication of a step on a rank of a stage, for a resolved plan.
 
     context_index: index of the rank on context; the bytes that it sends depend on its tokens.
     flow: shape of a micro-batch. kept: recomputed blocks reuse saved results of collectives.
     orders: how often a stage's leader broadcasts the next job; if None, as the plan's policy does,
-    which may have to be simulated first.
+    which may have to be simulated first. optimizer, stage_rank: as in `matrix_events`.
     """
     spot = ShardingKey.from_plan(plan)._replace(context_index=context_index)
     micros = plan.num_micro_batches
@@ -413,6 +492,9 @@ def step_comm_volume(
     ]
     rows += _count_events("", "step", numbers if tokens.size > 1 else [], 1)
     rows += _count_events("", "update", _router_load_events(model, ground), 1)
+    if optimizer.matrix_rule is not None:
+        found = matrix_events(model, here, spot, optimizer.matrix_rule, stage_rank)
+        rows += _count_events("", "update", found, 1)
     # Under a dynamic schedule the leader broadcasts its choice to the ranks of its stage.
     inside = ground.axis_group(*traffic.STAGE_AXES).names
     if orders is None:

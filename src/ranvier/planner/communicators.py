@@ -18,8 +18,10 @@ from functools import lru_cache
 from typing import Literal
 
 from ranvier.buckets import spec
+from ranvier.buckets.matrix_owners import OWNER_AXES
 from ranvier.config.plan import AXES, Plan
 from ranvier.cost.layers import ActivationShape
+from ranvier.cost.optimizer import ADAMW, OptimizerSpec
 from ranvier.pipeline.traffic import STAGE_AXES, channel_links
 from ranvier.planner.comm_volume import CACHE_SIZE, ShardingKey, block_param_specs, pass_volumes
 from ranvier.planner.model_spec import ModelSpec
@@ -80,10 +82,16 @@ class CommunicatorSpec:
 
 
 def list_communicators(
-    model: ModelSpec, plan: Plan, *, stage: int = 0
+    model: ModelSpec, plan: Plan, *, stage: int = 0, optimizer: OptimizerSpec = ADAMW
 ) -> tuple[CommunicatorSpec, ...]:
     """Returns the communicators of a rank of a stage in a run on GPUs, for a resolved plan."""
-    return _list_communicators(model, ShardingKey.from_plan(plan), plan.virtual_stages, stage)
+    return _list_communicators(
+        model,
+        ShardingKey.from_plan(plan),
+        plan.virtual_stages,
+        stage,
+        optimizer.matrix_rule is not None,
+    )
 
 
 def communicator_bytes(count: int, peers: int = 0) -> int:
@@ -101,9 +109,10 @@ def worst_stage(model: ModelSpec, plan: Plan) -> int:
     return _worst_stage(model, ShardingKey.from_plan(plan), plan.virtual_stages)
 
 
-def worst_stage_bytes(model: ModelSpec, plan: Plan) -> int:
+def worst_stage_bytes(model: ModelSpec, plan: Plan, optimizer: OptimizerSpec = ADAMW) -> int:
     """Returns the device memory of the communicators of a rank on the worst stage."""
-    return total_bytes(list_communicators(model, plan, stage=worst_stage(model, plan)))
+    stage = worst_stage(model, plan)
+    return total_bytes(list_communicators(model, plan, stage=stage, optimizer=optimizer))
 
 
 @lru_cache(CACHE_SIZE)
@@ -133,10 +142,10 @@ def pipe_peers(stage: int, count: int, *, chunks: int, spread: bool) -> dict[str
 
 @lru_cache(CACHE_SIZE)
 def _list_communicators(
-    model: ModelSpec, spot: ShardingKey, chunks: int, stage: int
+    model: ModelSpec, spot: ShardingKey, chunks: int, stage: int, exchanges_matrices: bool = False
 ) -> tuple[CommunicatorSpec, ...]:
     found: dict[tuple[tuple[tuple[str, int], ...], str], CommunicatorSpec] = {}
-    for counts, channel, peers in _channel_uses(model, spot, chunks, stage):
+    for counts, channel, peers in _channel_uses(model, spot, chunks, stage, exchanges_matrices):
         degrees = tuple((axis, counts[axis]) for axis in AXES if counts.get(axis, 1) > 1)
         # A line of one rank needs no communicator.
         if degrees:
@@ -146,7 +155,7 @@ def _list_communicators(
 
 
 def _channel_uses(
-    model: ModelSpec, spot: ShardingKey, chunks: int, stage: int
+    model: ModelSpec, spot: ShardingKey, chunks: int, stage: int, exchanges_matrices: bool
 ) -> Iterator[ChannelUse]:
     """Yields all lines that steps communicate over; a line may occur several times."""
     ground = spot.layout_context(model)
@@ -171,6 +180,9 @@ def _channel_uses(
             and stage in (0, degrees["pipe"] - 1)
         ):
             yield {"pipe": 2}, "", 0
+    if exchanges_matrices:
+        ranks = along(*OWNER_AXES)
+        yield ranks, "", math.prod(ranks.values()) - 1
     # Weights and gradients, token counts, router statistics, activations, replicated weights.
     for channel in DEPTH_CHANNELS:
         yield along(*ground.table.gather_axes), channel, 0

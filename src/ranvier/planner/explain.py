@@ -17,6 +17,7 @@ from ranvier.planner.baselines import (
     find_baselines,
     layout_family,
 )
+from ranvier.planner.matrix_load import matrix_seconds, stage_matrix_load
 from ranvier.planner.memory.breakdown import GIB
 from ranvier.planner.predict import Prediction
 from ranvier.planner.search import SearchRequest, SearchResult
@@ -201,6 +202,7 @@ def explain_choice(result: SearchResult) -> list[str]:
         *explain_context(result),
         *_explain_documents(result),
         *_explain_compile(result),
+        *_explain_matrix_update(result),
         *_compare_styles(result),
         *_compare_tensor_dims(result),
     ]
@@ -272,6 +274,29 @@ def _explain_compile(result: SearchResult) -> Iterator[str]:
         yield (
             "Its blocks are compiled (--plan.compile on). Communication inside a compiled block is "
             f"not overlapped, but eager blocks take {format_seconds(spent)} per step."
+        )
+
+
+def _explain_matrix_update(result: SearchResult) -> Iterator[str]:
+    """Yields how the update of whole matrices is balanced, if some ranks have none of them."""
+    wish = result.request
+    job = wish.workload
+    rule = job.optimizer.matrix_rule
+    plan = result.best.plan
+    if rule is None:
+        return
+    ranks = plan.world_size // plan.pipe
+    device = wish.cluster.device
+    stages = comm_volume.distinct_stages(job.model, plan, job.seq)
+    loads = [stage_matrix_load(job.model, one, ranks, rule) for one in stages]
+    load = max(loads, key=lambda one: (one.num_idle, one.max_flops))
+    if load.num_idle:
+        busy, even = (matrix_seconds(device, load, rule, mean=mean) for mean in (False, True))
+        yield (
+            f"{load.num_idle:,} of {ranks:,} ranks of a stage are idle in the update of "
+            f"{load.num_owned:,} whole matrices ({job.optimizer.name}), each of which one rank "
+            f"updates. It takes {format_seconds(busy)} per step instead of {format_seconds(even)}, "
+            f"{format_percent((busy - even) / result.best.prediction.step_seconds)} of the step."
         )
 
 
@@ -436,7 +461,7 @@ def _axis_traffic(
     """Yields the bytes that a rank of each kind of stage communicates over an axis per step."""
     for stage in comm_volume.distinct_stages(job.model, plan, job.seq):
         rows = comm_volume.step_comm_volume(
-            job.model, plan, flow, stage=stage.stage_spec.index, orders=0
+            job.model, plan, flow, stage=stage.stage_spec.index, orders=0, optimizer=job.optimizer
         ).rows
         yield sum(one.bytes * one.count for one in rows if one.axis == (axis,))
 

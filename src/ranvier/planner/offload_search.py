@@ -126,8 +126,8 @@ class FitResult:
 
 def _offloaded_state_bytes(stage: RankMemory, choice: Placement) -> int:
     """Returns the bytes of states that are not on the device."""
-    # States of vectors always stay on the device.
-    most = stage.sizes.state_bytes - stage.sizes.vector_states
+    # States of vectors, and those of the owners of matrices, always stay on the device.
+    most = stage.sizes.state_bytes - stage.sizes.resident_states
     kept = {"device": most, "split": min(choice.optimizer_state_bytes_on_device, most)}.get(
         choice.optimizer_states, 0
     )
@@ -277,7 +277,8 @@ def _stage_seconds(case: FitProblem, stage: RankMemory, choice: Placement) -> St
     moved = StepTraffic(
         saved_activations=sum(stage.saved_bytes(choice.micro_batch, all_saved)),
         device_states=sizes.state_bytes - away,
-        host_states=away,
+        # Each pass of the optimizer over its states moves them.
+        host_states=away * stage.optimizer.num_passes,
         host_parameters=round(sizes.trained_elements * away / sizes.state_bytes)
         if sizes.state_bytes
         else 0,
@@ -432,7 +433,7 @@ def _state_placements(
     states = max(stage.sizes.state_bytes for stage in case.stages)
     # rest[1] includes the staging buffers, needed as soon as any state is offloaded.
     left = min(
-        case.device_limit - rest[1] - stage.sizes.vector_states
+        case.device_limit - rest[1] - stage.sizes.resident_states
         for stage, rest in zip(case.stages, rests, strict=True)
     )
     fits = all(

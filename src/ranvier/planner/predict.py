@@ -15,18 +15,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import SimpleNamespace
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from ranvier.config.plan import AXES, Plan
 from ranvier.cost.layers import ActivationShape
+from ranvier.cost.optimizer import ADAMW, OptimizerSpec
 from ranvier.planner import comm_volume, communicators
 from ranvier.planner.cluster import Cluster, Efficiency
 from ranvier.planner.comm_volume import ShardingKey, StageBlocks
 from ranvier.planner.document_lengths import DocumentLengths
 from ranvier.planner.frameworks import RANVIER, Foreign, FrameworkProfile
+from ranvier.planner.matrix_load import matrix_seconds, stage_matrix_load
 from ranvier.planner.memory import total as space
 from ranvier.planner.memory.breakdown import MemoryBreakdown
-from ranvier.planner.memory.model_states import MomentPrecision
 from ranvier.planner.model_spec import BlockSpec, ModelSpec
 from ranvier.planner.time import communication, compute, links, offload, shared_cores
 from ranvier.planner.time.communication import CommTime, RankGroups
@@ -74,7 +75,7 @@ class Workload:
     seq: int
     batch: int
     dtype: str = "bf16"
-    moments: str = "master"
+    optimizer: OptimizerSpec = ADAMW
     packs_documents: bool = False
     documents: DocumentLengths | None = None
     """Typical documents of samples, if they are known; otherwise a sample is one document."""
@@ -226,6 +227,7 @@ def step_seconds_by_part(
         runtime,
         packed=job.packs_documents,
         documents=job.documents,
+        optimizer=job.optimizer,
     )
     return dict.fromkeys(STEP_PARTS, 0.0) | shared
 
@@ -243,6 +245,7 @@ def stage_seconds(job: Workload, layout: Candidate, cluster: Cluster) -> list[fl
             RANVIER,
             packed=job.packs_documents,
             documents=job.documents,
+            optimizer=job.optimizer,
         )
         return [
             sum(spent for name, spent in parts.items() if name != "update") / plan.num_micro_batches
@@ -306,7 +309,7 @@ def predict_memory(
             layout.plan.micro_batch, job.seq, itemsize=size, statistics_itemsize=max(size, 4)
         ),
         states=layout.states,
-        moments=cast(MomentPrecision, job.moments),
+        optimizer=job.optimizer,
         compiled=compiled,
         fp8=layout.fp8,
         simulated=plan.pipe > 1 and other,
@@ -317,7 +320,7 @@ def predict_memory(
     more = {"fragmentation": round(runtime.allocator_reserve * moving)}
     # CPU ranks communicate over Gloo, which allocates no communicator buffers on the device.
     if not cluster.cores:
-        more["communicators"] = communicators.worst_stage_bytes(job.model, plan)
+        more["communicators"] = communicators.worst_stage_bytes(job.model, plan, job.optimizer)
     return replace(found, device={**found.device, **more})
 
 
@@ -410,6 +413,30 @@ TimesByPart = Mapping[str, tuple[BlockSpec, BlockTimes, dict[str, float]]]
 
 
 @dataclass(frozen=True)
+class UpdatePasses:
+    """What an elementwise update reads and writes per parameter, relative to AdamW."""
+
+    saved_state_bytes: float = 0.0
+    """Bytes of states that AdamW has in addition."""
+    message_bytes: float = 0.0
+    """Bytes of the values of hidden matrices that are written for their owners and read again."""
+    num_transfers: float = 1.0
+    """How often offloaded states are moved to the device and back."""
+
+    @classmethod
+    def from_optimizer(cls, optimizer: OptimizerSpec, hidden: float) -> UpdatePasses:
+        """Returns them for a stage. hidden: share of hidden matrices in its parameters."""
+        one, other = (optimizer.num_moments(is_hidden_matrix=kind) for kind in (True, False))
+        moments = hidden * one + (1 - hidden) * other
+        rule = optimizer.matrix_rule
+        saved = 4 * (2 - moments)
+        if rule is None:
+            return cls(saved)
+        # Each exchange writes a message and reads another one.
+        return cls(saved, hidden * 4 * rule.itemsize, 1 + hidden * (rule.num_passes - 1))
+
+
+@dataclass(frozen=True)
 class _StepEstimate:
     """Intermediate results of the time prediction of a step."""
 
@@ -436,7 +463,9 @@ class _StepEstimate:
         if isinstance(runtime, Foreign):
             spoken = runtime.spoken(job.model, plan, setup, cluster, places)
         else:
-            spoken = communication.ranvier_comm_time(job.model, plan, setup, cluster, places)
+            spoken = communication.ranvier_comm_time(
+                job.model, plan, setup, cluster, places, job.optimizer
+            )
         return cls(job, layout, cluster, runtime, setup, places, spoken)
 
     @property
@@ -661,7 +690,9 @@ class _StepEstimate:
             # The ranks of expert split the experts, and the states of all other weights.
             split = plan.row * plan.col * plan.expert
             numbers = communication.rank_parameters_of_stage(model, one.stage, split)
-            spent = self.update_seconds(numbers, forward)
+            spent = self.update_seconds(numbers, forward, self.update_passes(one.stage))
+            spent["update"] = spent.get("update", 0.0) + one.matrix_exchange
+            spent["update"] += self.matrix_update_seconds(one.stage)
             back = self.stage_total(one.stage, backward)
             spent["data"] = self.exposed_reduction_seconds(
                 one.grad_reduction + one.weight_gather, BACKWARD_OVERLAP_SHARE * back
@@ -727,12 +758,34 @@ class _StepEstimate:
             return spent
         return self.exposed_seconds(spent, behind)
 
-    def update_seconds(self, numbers: float, forward: float) -> dict[str, float]:
+    def matrix_update_seconds(self, stage: StageBlocks) -> float:
+        """Returns the seconds of the products of whole matrices on the busiest rank of a stage."""
+        rule = self.workload.optimizer.matrix_rule
+        if rule is None:
+            return 0.0
+        plan = self.candidate.plan
+        ranks = plan.world_size // plan.pipe
+        load = stage_matrix_load(self.workload.model, stage, ranks, rule)
+        return matrix_seconds(self.cluster.device, load, rule)
+
+    def update_passes(self, stage: StageBlocks) -> UpdatePasses:
+        """Returns what an update reads and writes, relative to AdamW."""
+        optimizer = self.workload.optimizer
+        model = self.workload.model
+        whole = communication.rank_parameters_of_stage(model, stage, 1)
+        hidden = comm_volume.count_matrix_elements(model, stage) / max(whole, 1.0)
+        return UpdatePasses.from_optimizer(optimizer, hidden)
+
+    def update_seconds(
+        self, numbers: float, forward: float, passes: UpdatePasses | None = None
+    ) -> dict[str, float]:
         """Returns the seconds of the optimizer step: 2 · states + gradient + weight bytes at memory
         bandwidth.
 
-        numbers: parameters of a rank, before sharding over depth, data and context.
+        numbers: parameters of a rank, before sharding over depth, data and context. passes: what
+        the optimizer does instead of AdamW.
         """
+        passes = passes or UpdatePasses()
         plan = self.candidate.plan
         runtime = self.framework
         cluster = self.cluster
@@ -743,17 +796,20 @@ class _StepEstimate:
         # Offloaded states: only the part that does not overlap with the next forward pass is
         # exposed.
         if self.candidate.states == "host":
-            away = offload.StepTraffic(0, 0, round(own * runtime.state_bytes), round(own), 0, 0, 0)
+            moved = own * (runtime.state_bytes - passes.saved_state_bytes) * passes.num_transfers
+            away = offload.StepTraffic(0, 0, round(moved), round(own), 0, 0, 0)
             whole = offload.offloaded_update_seconds(away, _host_rates(cluster), cpu=False)
             # The update of a block overlaps with the next forward pass of the blocks before it:
             # at least one block's share is exposed.
             blocks = max(self.workload.model.num_layers // plan.pipe, 1)
             return {"host": max(whole / blocks, whole - forward + forward / blocks)}
-        size = own * (2 * runtime.state_bytes + runtime.grad_bytes + 2)
+        usual = 2 * runtime.state_bytes + runtime.grad_bytes + 2
+        each = usual - 2 * passes.saved_state_bytes + passes.message_bytes
+        size = own * each
         # A measured rate of AdamW takes precedence over the bandwidth model.
         rate = cluster.device.measured_rate("update", ranks=ranks)
         spent = compute.memory_seconds(cluster.device, size, ranks, runtime.bandwidth_factor)
-        return {"update": own / rate if rate else spent}
+        return {"update": own / rate * each / usual if rate else spent}
 
 
 def _total_seconds(times: BlockTimes, waits: Mapping[str, float]) -> float:

@@ -19,15 +19,17 @@ from typing import Literal
 
 from ranvier.config.plan import AXES, Plan
 from ranvier.config.run import RunConfig
+from ranvier.cost.optimizer import OptimizerSpec
 from ranvier.errors import PlanError
 from ranvier.html.number_format import format_number
 from ranvier.planner.algorithm_choice import restrict_algorithms
 from ranvier.planner.cluster import Cluster
 from ranvier.planner.document_lengths import DocumentLengths
+from ranvier.planner.matrix_load import check_hidden_matrices
 from ranvier.planner.model_spec import resolve_model_spec
 from ranvier.planner.predict import Workload
 from ranvier.planner.search import SearchRequest
-from ranvier.planner.time.compute import FP8_SCALING
+from ranvier.planner.time.compute import DTYPE_BYTES, FP8_SCALING
 
 DEFAULT_SEQ = 4096
 LARGEST_BATCH = 2**26
@@ -127,12 +129,15 @@ def build_workload(
             f"{cluster.device.name} does not support {dtype}. It supports "
             f"{', '.join(cluster.device.peak)}. Use one of these."
         )
+    model = resolve_model_spec(run)
+    optimizer = OptimizerSpec.from_config(run.optim, DTYPE_BYTES[dtype], on_cpu=bool(cluster.cores))
+    check_hidden_matrices(model, optimizer)
     return Workload(
-        model=resolve_model_spec(run),
+        model=model,
         seq=run.data.seq_len,
         batch=run.plan.global_batch,
         dtype=dtype,
-        moments=run.optim.state_dtype,
+        optimizer=optimizer,
         packs_documents=run.data.document_mask,
         documents=DocumentLengths.from_histogram(lengths, run.data.seq_len) if lengths else None,
     )

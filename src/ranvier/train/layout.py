@@ -15,6 +15,7 @@ from ranvier.comm.consensus import broadcast_text
 from ranvier.config.plan import AXES, Plan
 from ranvier.config.resolved_run import ResolvedRun, StepPrediction
 from ranvier.config.run import RunConfig
+from ranvier.cost.optimizer import OptimizerSpec
 from ranvier.grid import HOST_CHANNEL, Grid
 from ranvier.launch import ProcessInfo
 from ranvier.planner import explain
@@ -138,7 +139,7 @@ def build_workload(run: RunConfig) -> Workload:
         run.data.seq_len,
         run.plan.global_batch,
         dtype=run.train.dtype,
-        moments=run.optim.state_dtype,
+        optimizer=OptimizerSpec.from_run(run),
         packs_documents=run.data.document_mask,
     )
 

@@ -24,11 +24,14 @@ from ranvier import launch
 from ranvier.config.plan import Compile
 from ranvier.config.resolved_run import ResolvedRun
 from ranvier.config.run import RunConfig
+from ranvier.cost.optimizer import OptimizerSpec
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
 from ranvier.launch import ProcessInfo, has_triton, read_environment
 from ranvier.nn import float8
 from ranvier.planner.cluster import Cluster
+from ranvier.planner.matrix_load import check_hidden_matrices
+from ranvier.planner.model_spec import resolve_model_spec
 from ranvier.sharding import ShardingTable
 from ranvier.system.terminal import print
 from ranvier.train import layout, lora
@@ -299,12 +302,21 @@ def resolve_algorithms(run: ResolvedRun, context: ResolveContext) -> ResolvedRun
     return run
 
 
+def resolve_optimizer(run: ResolvedRun, context: ResolveContext) -> ResolvedRun:
+    """Check that an optimizer of whole matrices has matrices to update."""
+    optimizer = OptimizerSpec.from_run(run)
+    if optimizer.matrix_rule is not None:
+        check_hidden_matrices(resolve_model_spec(run), optimizer)
+    return run
+
+
 RESOLVERS: tuple[Resolver, ...] = (
     resolve_layout,
     resolve_fallback_grid,
     resolve_ranks,
     resolve_adapter,
     resolve_device_settings,
+    resolve_optimizer,
     resolve_algorithms,
     resolve_balance,
     resolve_packing,
@@ -486,15 +498,15 @@ def check_memory(run: ResolvedRun, context: ResolveContext) -> None:
     wide = max(width, 4)
     free = memory.auto
     trained = run.trainable_parameters * run.prune.initial_density
-    moment = {"bf16": 2, "int8": 1}.get(run.optim.state_dtype, wide)
+    moments = OptimizerSpec.from_run(run).moment_bytes_per_element(wide)
     # Offloaded or automatically placed tensors count as 0: this is only a lower bound.
     state = 0.0
     # Weights and gradients, split over pipe and the tensor axes.
     if memory.parameters == "device" and not free:
         state += (run.model.num_parameters + trained) * width / plan.ranks_per_copy
     if memory.optimizer_states == "device" and not free:
-        # Two Adam moments, and an fp32 master copy if weights are 16-bit; sharded over all ranks.
-        state += trained * (2 * moment + (wide if width < 4 else 0)) / plan.world_size
+        # Moments, and an fp32 master copy if weights are 16-bit; sharded over all ranks.
+        state += trained * (moments + (wide if width < 4 else 0)) / plan.world_size
     layers = run.model.layers / plan.pipe
     # At least the input of each layer is saved for backward, even with full recomputation.
     shape = ShardingTable.from_plan(plan).local_shape(

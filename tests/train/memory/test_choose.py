@@ -16,6 +16,7 @@ from ranvier.config.kinds import named_model
 from ranvier.config.plan import Plan
 from ranvier.config.run import RunConfig
 from ranvier.config.sections import DataConfig, DecoderModelConfig
+from ranvier.cost.optimizer import OptimizerSpec
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
 from ranvier.models import Decoder
@@ -201,7 +202,7 @@ def test_sizes_are_those_of_the_tensors(changes: dict[str, Any]) -> None:
     assert sizes.offload_ring == sizes.state_ring + NUM_SLOTS * 4096 * (6 if narrow else 8)
     movable = [w for w in weights if w.param_group != "vector" and not w.bucket.reduce_at_step_end]
     assert sizes.host_weights == sum(w.num_elements for w in movable) * (2 if narrow else 4)
-    assert replace(rank, moments="int8").sizes.moments < sizes.moments / 3
+    assert replace(rank, optimizer=OptimizerSpec(moments="int8")).sizes.moments < sizes.moments / 3
     half = replace(rank, density=0.5).sizes
     assert half.host_gradients < sizes.host_gradients and half.moments < sizes.moments
 

@@ -25,9 +25,10 @@ CATEGORIES = (
     "fragmentation",
     "communicators",
 )
-"""Rows: working weights; their gradients; master weights; both moments; activations; weights
-gathered over depth; logits of a chunk; buffers of collectives; tiles of states in transfer;
-workspaces of libraries; gaps; buffers and kernels of NCCL."""
+"""Rows: working weights; their gradients; master weights; moments and preconditioners; activations;
+weights gathered over depth; logits of a chunk; buffers of collectives and of updates of whole
+matrices; tiles of states in transfer; workspaces of libraries; gaps; buffers and kernels of NCCL.
+"""
 NOT_TENSORS = ("fragmentation", "communicators")
 """Rows that are not tensors."""
 ESTIMATED_CATEGORIES = ("activations", "gathered weights", "logits", "communication")

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Literal
 
+from ranvier.buckets.matrix_owners import OWNER_AXES
 from ranvier.buckets.spec import BucketSpec, BucketTraffic
 from ranvier.config.plan import AXES
+from ranvier.cost.optimizer import OptimizerSpec
 from ranvier.planner.comm_volume import CACHE_SIZE, ShardingKey, StageBlocks, stage_bucket_specs
+from ranvier.planner.matrix_load import MatrixLoad, stage_matrix_load
 from ranvier.planner.model_spec import ENTRY, EXIT, ModelSpec
 from ranvier.sharding import round_up
 
-MomentPrecision = Literal["master", "bf16", "int8"]
-QUANT_BLOCK = 256
-"""Elements of an 8-bit moment that share a scale."""
 POSITION_BYTES = 4
 """Bytes of the position of an element that a mask keeps (`buckets.sparsity`)."""
 TILES_IN_FLIGHT = 4
@@ -88,6 +88,8 @@ class StageModelStates:
     """Bytes of the unsharded gradients of tied weights, which are reduced at the end of a step."""
     shared_grad_bytes: int = 0
     """Bytes of the 32-bit gradients of weights that another stage has as well."""
+    matrix_update_bytes: int = 0
+    """Bytes of the temporary tensors of an update of whole matrices."""
 
     @cached_property
     def is_split(self) -> bool:
@@ -103,7 +105,7 @@ def stage_model_states(
     stage: StageBlocks,
     spot: ShardingKey,
     own: int,
-    moments: MomentPrecision,
+    optimizer: OptimizerSpec,
     density: float = 1.0,
 ) -> StageModelStates:
     """Returns the weights, states and gradients of a rank of a stage.
@@ -132,7 +134,7 @@ def stage_model_states(
             continue
         # Replicas split optimizer states (ZeRO).
         held = reduced // bulk.replica_axis.size
-        first, second = _bucket_states(lot, held, moments, own, reduced < bulk.size)
+        first, second = _bucket_states(lot, held, optimizer, own, reduced < bulk.size)
         if lot.params[0].param_group != "vector":
             matrices += count * reduced
             updated += count * held
@@ -145,6 +147,10 @@ def stage_model_states(
         outside += 0 if inside or waits else reduced
         if lot.params[0].param_group != "vector" and not inside and not waits:
             parts[part] += reduced
+    load = _matrix_load(model, stage, spot, optimizer)
+    rule = optimizer.matrix_rule
+    if load is not None:
+        both += load.max_owner_states * wide
     head, table = (_outside_elements(model, stage, spot, kind) for kind in ("head", "embedding"))
     places = _outside_elements(model, stage, spot, "embedding", words=False)
     return StageModelStates(
@@ -167,7 +173,19 @@ def stage_model_states(
         -(-model.units["vocab"] // words) % depth > 0,
         late,
         twice,
+        load.update_elements * rule.itemsize if rule is not None and load is not None else 0,
     )
+
+
+def _matrix_load(
+    model: ModelSpec, stage: StageBlocks, spot: ShardingKey, optimizer: OptimizerSpec
+) -> MatrixLoad | None:
+    """Returns the load of the owners of matrices; None if the optimizer needs no owners."""
+    if optimizer.matrix_rule is None:
+        return None
+    degrees = dict(zip(AXES, spot.degrees, strict=True))
+    num_ranks = math.prod(degrees[axis] for axis in OWNER_AXES)
+    return stage_matrix_load(model, stage, num_ranks, optimizer.matrix_rule)
 
 
 def _reduced_elements(lot: BucketSpec, inside: bool, density: float) -> int:
@@ -194,17 +212,19 @@ def _mask_bytes(lot: BucketSpec, inside: bool, density: float, depth: int) -> in
 
 
 def _bucket_states(
-    lot: BucketSpec, count: int, moments: MomentPrecision, own: int, pruned: bool
+    lot: BucketSpec, count: int, optimizer: OptimizerSpec, own: int, pruned: bool
 ) -> tuple[int, int]:
     """Returns the bytes of master weights and moments of `count` elements of a bucket."""
     wide = max(own, 4)
-    vector = lot.params[0].param_group == "vector"
     # 32-bit weights are their own master copy, unless they are pruned.
     if own < 4 or pruned:
         master = count * wide
     else:
         master = 0
-    return master, _moment_bytes(count, moments, wide, vector=vector)
+    moments = optimizer.moment_bytes(
+        count, wide, group=lot.params[0].param_group, is_hidden_matrix=lot.has_matrices
+    )
+    return master, moments
 
 
 @dataclass(frozen=True)
@@ -222,8 +242,9 @@ class ModelStateSizes:
     master: int
     """Master weights of trained 16-bit weights."""
     moments: int
-    vector_states: int
-    """Part of master weights and moments that stays on the device: the part of vectors."""
+    resident_states: int
+    """Part of master weights and moments that stays on the device: that of vectors, and states
+    that only the owner of a matrix has."""
     state_ring: int
     """Buffers on the device for tiles of offloaded states."""
     offload_ring: int
@@ -250,7 +271,7 @@ def model_state_sizes(
     stage: StageBlocks,
     spot: ShardingKey,
     own: int,
-    moments: MomentPrecision,
+    optimizer: OptimizerSpec,
     density: float = 1.0,
     tile: int = 2**24,
 ) -> ModelStateSizes:
@@ -258,10 +279,11 @@ def model_state_sizes(
     `memory.offload_tile`.
     """
     wide = max(own, 4)
-    every = stage_model_states(model, stage, spot, own, moments, density)
+    every = stage_model_states(model, stage, spot, own, optimizer, density)
     blocks = {part.name for part, _ in stage.block_counts if part.is_block}
     away = gradients = vectors = trained = 0
     rings = [0], [0]
+    load = _matrix_load(model, stage, spot, optimizer)
     for part, lot, count in stage_bucket_specs(model, stage, spot):
         bulk = lot.traffic
         inside = part in blocks
@@ -274,7 +296,7 @@ def model_state_sizes(
         held = reduced // bulk.replica_axis.size
         trained += count * held
         gradients += count * reduced * wide * movable
-        states = sum(_bucket_states(lot, held, moments, own, reduced < bulk.size))
+        states = sum(_bucket_states(lot, held, optimizer, own, reduced < bulk.size))
         vectors += count * states * vector
         if held and not vector:
             share = min(tile, held) / held
@@ -285,22 +307,12 @@ def model_state_sizes(
         every.weight_bytes - away,
         every.master_bytes,
         every.moment_bytes,
-        vectors,
+        vectors + (load.max_owner_states * wide if load is not None else 0),
         TILES_IN_FLIGHT * max(rings[0]),
         TILES_IN_FLIGHT * max(rings[1]),
         gradients,
         trained,
     )
-
-
-def _moment_bytes(count: int, moments: MomentPrecision, wide: int, *, vector: bool) -> int:
-    """Returns the bytes of both moments of `count` elements."""
-    if vector or moments == "master":
-        return 2 * count * wide
-    if moments == "bf16":
-        return 2 * count * 2
-    # One byte per element and an fp32 scale per block, for each of the two moments.
-    return 2 * count + 8 * -(-count // QUANT_BLOCK)
 
 
 def _outside_elements(

@@ -803,6 +803,9 @@ def _update_peaks(load: StageMemory) -> Iterator[PeakUsage]:
     yield PeakUsage(
         IN_UPDATE, ends, 0, 0, 0, trained * own.wide_itemsize if own.grad_replicas > 1.0 else 0
     )
+    # All gradients are there until whole matrices are updated.
+    if own.matrix_update_bytes:
+        yield PeakUsage(IN_UPDATE, ends, 0, 0, 0, own.matrix_update_bytes)
     # A gradient shared with another stage is copied, and the all-reduce of both is a new tensor.
     if own.shared_grad_bytes:
         left = (

@@ -12,6 +12,7 @@ from functools import cached_property, lru_cache
 from ranvier.config.plan import Plan
 from ranvier.cost.layers import ActivationShape
 from ranvier.cost.linear import LinearCost
+from ranvier.cost.optimizer import ADAMW, OptimizerSpec
 from ranvier.memory.recompute_budget import RECOMPUTE_COST, RecomputeMode
 from ranvier.pipeline.balance import part_ranges
 from ranvier.planner.comm_volume import (
@@ -25,7 +26,6 @@ from ranvier.planner.memory.activations import STATISTICS_BYTES
 from ranvier.planner.memory.chunks import MemoryOptions, chunk_saving
 from ranvier.planner.memory.model_states import (
     ModelStateSizes,
-    MomentPrecision,
     StageModelStates,
     model_state_sizes,
 )
@@ -51,7 +51,7 @@ class RankMemory:
     """Bytes per element of weights and activations."""
     stage: int = 0
     options: MemoryOptions = DEFAULT_OPTIONS
-    moments: MomentPrecision = "master"
+    optimizer: OptimizerSpec = ADAMW
     density: float = 1.0
     """Fraction of the matrices of blocks that is trained."""
     tile: int = 2**24
@@ -91,7 +91,7 @@ class RankMemory:
             self.stage_blocks,
             ShardingKey.from_plan(self.plan),
             self.itemsize,
-            self.moments,
+            self.optimizer,
             self.density,
             self.tile,
         )
@@ -155,9 +155,9 @@ class RankMemory:
 
     def _peak_inputs(
         self, micro: int
-    ) -> tuple[ModelSpec, Plan, ActivationShape, int, MomentPrecision]:
+    ) -> tuple[ModelSpec, Plan, ActivationShape, int, OptimizerSpec]:
         plan = replace(self.plan, micro_batch=micro, recompute="none")
-        return self.model, plan, self._activation_shape(micro), self.stage, self.moments
+        return self.model, plan, self._activation_shape(micro), self.stage, self.optimizer
 
     def offloaded_fraction(self, offloaded: float) -> float:
         """Returns the fraction to offload of all blocks but the last, so that it is `offloaded` of
@@ -209,9 +209,9 @@ def _cached_peaks(
     plan: Plan,
     flow: ActivationShape,
     stage: int,
-    moments: MomentPrecision,
+    optimizer: OptimizerSpec,
     how: MemoryOptions,
     density: float,
 ) -> tuple[StageModelStates, tuple[PeakUsage, ...]]:
-    own, found = stage_peaks(model, plan, flow, stage, moments, how, density)
+    own, found = stage_peaks(model, plan, flow, stage, optimizer, how, density)
     return own, tuple(dict.fromkeys(found))

@@ -10,6 +10,7 @@ from functools import lru_cache
 
 from ranvier.config.plan import Plan
 from ranvier.cost.layers import ActivationShape
+from ranvier.cost.optimizer import ADAMW, OptimizerSpec
 from ranvier.planner.comm_volume import (
     CACHE_SIZE,
     ShardingKey,
@@ -19,7 +20,6 @@ from ranvier.planner.comm_volume import (
 from ranvier.planner.memory.breakdown import MemoryBreakdown
 from ranvier.planner.memory.chunks import MemoryOptions, build_chunks
 from ranvier.planner.memory.model_states import (
-    MomentPrecision,
     StageModelStates,
     stage_model_states,
 )
@@ -35,7 +35,7 @@ def peak_memory(
     *,
     stage: int | None = None,
     states: str = "device",
-    moments: MomentPrecision = "master",
+    optimizer: OptimizerSpec = ADAMW,
     keeps: bool = False,
     compiled: bool = False,
     fp8: Fp8Scaling = "",
@@ -52,7 +52,7 @@ def peak_memory(
     shape = plan.pipe, plan.virtual_stages, firsts, plan.vocab_over_pipe
     found = list[tuple[int, StageModelStates, PeakUsage]]()
     for i in fullest_stages(model, *shape) if stage is None else (stage,):
-        own, peaks = stage_peaks(model, plan, flow, i, moments, how)
+        own, peaks = stage_peaks(model, plan, flow, i, optimizer, how)
         peak = max(peaks, key=lambda one: one.total_bytes)
         # The worst stage is the one with most device memory; offloaded states do not count.
         rests = own.weight_bytes + (0 if states == "host" else own.master_bytes + own.moment_bytes)
@@ -80,7 +80,7 @@ def stage_peaks(
     plan: Plan,
     flow: ActivationShape,
     stage: int,
-    moments: MomentPrecision,
+    optimizer: OptimizerSpec,
     how: MemoryOptions,
     density: float = 1.0,
 ) -> tuple[StageModelStates, list[PeakUsage]]:
@@ -90,7 +90,7 @@ def stage_peaks(
     here = build_stage_blocks(
         model, stage, plan.pipe, plan.virtual_stages, firsts, plan.vocab_over_pipe
     )
-    own = stage_model_states(model, here, spot, flow.itemsize, moments, density)
+    own = stage_model_states(model, here, spot, flow.itemsize, optimizer, density)
     return own, find_peaks(model, plan, flow, spot, firsts, here, own, how)
 
 
@@ -99,7 +99,7 @@ def chunk_bytes(
     plan: Plan,
     flow: ActivationShape,
     stage: int,
-    moments: MomentPrecision,
+    optimizer: OptimizerSpec,
     how: MemoryOptions,
 ) -> int:
     """Returns the bytes that the largest chunk of a stage saves for a micro-batch in flight."""
@@ -108,7 +108,7 @@ def chunk_bytes(
     here = build_stage_blocks(
         model, stage, plan.pipe, plan.virtual_stages, firsts, plan.vocab_over_pipe
     )
-    own = stage_model_states(model, here, spot, flow.itemsize, moments)
+    own = stage_model_states(model, here, spot, flow.itemsize, optimizer)
     _, chunks = build_chunks(model, here, firsts, spot.activation_key, flow, plan, own, how)
     return max(one.saved_bytes for one in chunks)
 

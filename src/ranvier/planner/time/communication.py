@@ -12,6 +12,7 @@ from typing import NamedTuple
 from ranvier.buckets.spec import ElementSizes
 from ranvier.config.plan import AXES, Plan
 from ranvier.cost.layers import ActivationShape
+from ranvier.cost.optimizer import ADAMW, OptimizerSpec
 from ranvier.planner import comm_volume
 from ranvier.planner.cluster import Cluster
 from ranvier.planner.comm_volume import ShardingKey, StageBlocks
@@ -52,6 +53,8 @@ class StageComm:
     """All-gathers of updated weights."""
     other_seconds: float
     """Gradient norm, flags, token counts."""
+    matrix_exchange: float = 0.0
+    """Exchange of whole matrices with their owners."""
 
 
 @dataclass
@@ -95,7 +98,12 @@ class RankGroups:
 
 
 def ranvier_comm_time(
-    model: ModelSpec, plan: Plan, setup: ComputeContext, cluster: Cluster, places: RankGroups
+    model: ModelSpec,
+    plan: Plan,
+    setup: ComputeContext,
+    cluster: Cluster,
+    places: RankGroups,
+    optimizer: OptimizerSpec = ADAMW,
 ) -> CommTime:
     """Returns the communication of Ranvier, by part of the model and for the weights of a stage."""
     size = compute.DTYPE_BYTES[setup.dtype]
@@ -111,7 +119,7 @@ def ranvier_comm_time(
     )
     stages = comm_volume.distinct_stages(model, plan, setup.seq)
     types = comm_volume.element_sizes(flow)
-    depth, comms = _stage_comms(model, stages, spot, types, keep, cluster, places.order)
+    depth, comms = _stage_comms(model, stages, spot, types, keep, cluster, places.order, optimizer)
     # Weights that stay gathered are gathered once per step: divide that by the micro-batches.
     if keep:
         each = 1.0 / plan.num_micro_batches
@@ -153,6 +161,7 @@ def _stage_comms(
     keep: bool,
     cluster: Cluster,
     order: tuple[str, ...],
+    optimizer: OptimizerSpec,
 ) -> tuple[dict[str, tuple[float, float]], tuple[StageComm, ...]]:
     """Returns gathers and reductions over depth of each part, and the rest of each stage."""
     depth = dict.fromkeys((part.name for part in model.parts), (0.0, 0.0))
@@ -166,9 +175,34 @@ def _stage_comms(
                 own.grad_reduction,
                 own.weight_gather,
                 own.other_seconds,
+                _matrix_exchange_seconds(model, stage, spot, cluster, order, optimizer),
             )
         )
     return depth, tuple(found)
+
+
+def _matrix_exchange_seconds(
+    model: ModelSpec,
+    stage: StageBlocks,
+    spot: ShardingKey,
+    cluster: Cluster,
+    order: tuple[str, ...],
+    optimizer: OptimizerSpec,
+) -> float:
+    """Returns the seconds of the exchange of whole matrices with their owners."""
+    if optimizer.matrix_rule is None:
+        return 0.0
+    degrees = dict(zip(AXES, spot.degrees, strict=True))
+    events = comm_volume.matrix_events(model, stage, spot, optimizer.matrix_rule)
+    return sum(
+        links.collective_seconds(
+            cluster,
+            event.op,
+            event.bytes,
+            links.locate_group(event.axis, degrees, order, cluster.per_node),
+        )
+        for event in events
+    )
 
 
 ACTIVATION_GROUPS = (("row",), ("col",), ("row", "col"), ("expert",), ("expert", "row"))

@@ -19,6 +19,7 @@ from math import log2, prod
 
 from ranvier.config.plan import Plan
 from ranvier.cost.layers import ActivationShape
+from ranvier.cost.optimizer import ADAMW, OptimizerSpec
 from ranvier.planner.cluster import Cluster, Device
 from ranvier.planner.comm_volume import (
     CommVolume,
@@ -30,6 +31,7 @@ from ranvier.planner.comm_volume import (
 )
 from ranvier.planner.document_lengths import DocumentLengths
 from ranvier.planner.frameworks import FrameworkProfile
+from ranvier.planner.matrix_load import matrix_seconds, stage_matrix_load
 from ranvier.planner.model_spec import BlockSpec, ModelSpec
 from ranvier.planner.time import compute, links
 from ranvier.planner.time.compute import DTYPE_BYTES, ComputeContext
@@ -76,10 +78,18 @@ def shared_step_seconds(
     *,
     packed: bool,
     documents: DocumentLengths | None = None,
+    optimizer: OptimizerSpec = ADAMW,
 ) -> dict[str, float]:
     """Returns the seconds per step by part."""
     stages = shared_stage_seconds(
-        model, plan, setup, cluster, runtime, packed=packed, documents=documents
+        model,
+        plan,
+        setup,
+        cluster,
+        runtime,
+        packed=packed,
+        documents=documents,
+        optimizer=optimizer,
     )
     return _combine_stages(stages, plan, cluster)
 
@@ -93,6 +103,7 @@ def shared_stage_seconds(
     *,
     packed: bool,
     documents: DocumentLengths | None = None,
+    optimizer: OptimizerSpec = ADAMW,
 ) -> list[dict[str, float]]:
     """Returns the seconds per step on each stage by part, without waiting."""
     flow = ActivationShape(
@@ -107,10 +118,16 @@ def shared_stage_seconds(
         parts = _stage_compute_seconds(here, plan, setup, cluster, runtime, packed)
         parts["attention"] *= _attention_factor(model, plan, flow, cluster, documents)
         # Every collective counts, because nothing overlaps on shared cores.
-        for row in step_comm_volume(model, plan, flow, stage=index, orders=0).rows:
+        for row in step_comm_volume(
+            model, plan, flow, stage=index, orders=0, optimizer=optimizer
+        ).rows:
             name, seconds = _communication_seconds(row, plan, cluster)
             parts[name] = parts.get(name, 0.0) + seconds
         parts["update"] = parts.get("update", 0.0) + _update_seconds(here, plan, setup, cluster)
+        if optimizer.matrix_rule is not None:
+            ranks = plan.world_size // plan.pipe
+            load = stage_matrix_load(model, here, ranks, optimizer.matrix_rule)
+            parts["update"] += matrix_seconds(cluster.device, load, optimizer.matrix_rule)
         found.append(parts)
     return found
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from ranvier.config.plan import Plan, divisors
 from ranvier.config.run import RunConfig
 from ranvier.config.sections import MemoryConfig
+from ranvier.cost.optimizer import OptimizerSpec
 from ranvier.errors import PlanError
 from ranvier.memory.recompute_budget import RecomputeMode
 from ranvier.optim.state_store import NUM_SLOTS
@@ -159,7 +160,7 @@ def build_fit_problem(
         given,
         free,
         limits.library_bytes,
-        worst_stage_bytes(spec, plan) if limits.uses_nccl else 0,
+        worst_stage_bytes(spec, plan, stages[0].optimizer) if limits.uses_nccl else 0,
     )
 
 
@@ -188,7 +189,7 @@ def rank_memories(run: RunConfig, spec: ModelSpec) -> tuple[RankMemory, ...]:
             DTYPES[run.train.dtype].itemsize,
             stage,
             options,
-            run.optim.state_dtype,
+            OptimizerSpec.from_run(run),
             density,
             memory.offload_tile,
         )

@@ -18,6 +18,7 @@ from torch import nn
 from ranvier.buckets.spec import ParamGroup
 from ranvier.comm.consensus import broadcast_text, max_each, max_over_ranks
 from ranvier.config.run import RunConfig
+from ranvier.cost.optimizer import OptimizerSpec
 from ranvier.errors import PlanError
 from ranvier.memory.host import host_bytes_per_rank
 from ranvier.memory.recompute_budget import RecomputeMode
@@ -250,7 +251,7 @@ def choose_update_device(
     # All ranks choose alike: the stage with most states decides.
     sizes = max((rank.sizes for rank in ranks), key=lambda one: one.state_bytes)
     moved = StepTraffic(
-        0, 0, sizes.state_bytes - sizes.vector_states, sizes.trained_elements, 0, 0, 0
+        0, 0, sizes.state_bytes - sizes.resident_states, sizes.trained_elements, 0, 0, 0
     )
     times = {cpu: offloaded_update_seconds(moved, found, cpu=cpu) for cpu in (False, True)}
     if times[True] < times[False]:
@@ -285,7 +286,10 @@ def count_peers(run: RunConfig, parallel: ParallelModel) -> int:
     plan = run.plan
     stage = parallel.grid.index["pipe"]
     stages = pipe_peers(stage, plan.pipe, chunks=plan.virtual_stages, spread=plan.vocab_over_pipe)
-    return sum(stages.values()) + (plan.expert - 1 if parallel.load_balancer is not None else 0)
+    found = sum(stages.values()) + (plan.expert - 1 if parallel.load_balancer is not None else 0)
+    if OptimizerSpec.from_run(run).matrix_rule is not None:
+        found += plan.world_size // plan.pipe - 1
+    return found
 
 
 def resolve_in_flight_limit(

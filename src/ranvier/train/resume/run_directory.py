@@ -27,6 +27,7 @@ from ranvier.checkpoint.directory import CHECKPOINT_NAME, find_checkpoints, newe
 from ranvier.checkpoint.manifest import MANIFEST_NAME, CheckpointManifest, read_manifest
 from ranvier.config import run as runs
 from ranvier.config.run import RunConfig
+from ranvier.cost.optimizer import OptimizerSpec
 from ranvier.errors import (
     CheckpointError,
     DamageError,
@@ -66,15 +67,31 @@ def check_output_dir(run: RunConfig) -> None:
             "directory. Choose another train.output_dir."
         )
     if not is_writable(there):
-        # Master weights of all parameters and two moments of the trained ones.
+        # Master weights of all parameters, and states of the trained ones. 8-bit moments are saved
+        # in the dtype of master weights.
         wide = {"fp64": 8}.get(run.train.dtype, 4)
-        moments = 2 * (2 if run.optim.state_dtype == "bf16" else wide)
-        needed = run.model.num_parameters * wide + run.trainable_parameters * moments
+        needed = run.model.num_parameters * wide
+        needed += round(run.trainable_parameters * saved_state_bytes(run, wide))
         raise WriteError(
             f"train.output_dir={str(folder)!r}: {there} is not writable. A run writes there, and a "
             f"checkpoint needs about {needed:,} bytes. Make it writable, or choose another "
             "train.output_dir."
         )
+
+
+def saved_state_bytes(run: RunConfig, wide: int) -> float:
+    """Bytes of the states in a checkpoint per trained parameter, without its master weight."""
+    optimizer = OptimizerSpec.from_run(run)
+    if optimizer.moments == "int8":
+        optimizer = dataclasses.replace(optimizer, moments="master")
+    rule = optimizer.matrix_rule
+    found = optimizer.moment_bytes_per_element(wide)
+    if rule is not None and rule.tile_size:
+        # The preconditioners of square tiles.
+        found += (
+            rule.owner_state_elements(rule.tile_size, rule.tile_size) / rule.tile_size**2 * wide
+        )
+    return found
 
 
 def lock_dir(folder: Path, seconds: float = 1.0) -> IO[str]:
