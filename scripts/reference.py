@@ -346,7 +346,7 @@ EXAMPLES = {
     "dry-run": "ranvier dry-run --model.size gpt2 --plan.row 4 --plan.global-batch 8",
     "data prepare": "ranvier data prepare my.jsonl --output data/mine",
     "data needles": "ranvier data needles texts --tokens 100000 --output data/needles",
-    "data canaries": "ranvier data canaries texts --documents 2 --buckets 0 8 --length 20 "
+    "data canaries": "ranvier data canaries --documents 2 --buckets 0 8 --length 20 "
     "--output canaries.jsonl",
     "data show": "ranvier data show data/mine",
     "checkpoint ls": "ranvier checkpoint ls runs/mine",

@@ -136,9 +136,9 @@ def test_invalid_lines_are_refused(tmp_path: Path, record: Any, message: str) ->
 
 def test_what_is_no_file_of_canaries_is_refused(tmp_path: Path) -> None:
     (tmp_path / "c.txt").write_text("text")
-    with pytest.raises(DataError, match="is not a file of canaries"):
+    with pytest.raises(DataError, match=r"is not a .jsonl file\..* Write one with"):
         read_canaries(tmp_path / "c.txt")
-    with pytest.raises(DataError, match=r"missing\.jsonl"):
+    with pytest.raises(DataError, match=r"missing\.jsonl is not a file\..* Write one with"):
         read_canaries(tmp_path / "missing.jsonl")
 
 

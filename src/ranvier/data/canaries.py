@@ -42,12 +42,13 @@ class Canary:
 
 def read_canaries(path: Path) -> list[Canary]:
     """The canaries of a file; raises if a line is invalid, or a text or a bucket is ambiguous."""
+    rule = "Each line of a file of canaries is a JSON object with text, times and bucket."
+    remedy = "Write one with `ranvier data canaries`."
+    if not os.path.isfile(path):
+        raise DataError(f"{path} is not a file. {rule} {remedy}")
     reader = DocumentReader(path)
     if not reader.is_tabular:
-        raise DataError(
-            f"{path} is not a file of canaries. Each line must be a JSON object with text, times "
-            "and bucket. Write one with `ranvier data canaries`."
-        )
+        raise DataError(f"{path} is not a .jsonl file. {rule} {remedy}")
     found = list[Canary]()
     places = dict[str, str]()
     buckets = dict[str, tuple[int, str]]()
