@@ -46,11 +46,15 @@ CHANGES: dict[str, Any] = {
 }
 
 
-def rows_of(grid: Grid, corpus: str, out: str, changes: dict[str, Any]) -> list[dict[str, Any]]:
-    """Metrics of a run of three steps, which saves at its end."""
-    run = run_of(out, dict(grid.degrees), 3, **CHANGES, **changes)
+def rows_of(
+    grid: Grid, corpus: str, out: str, changes: dict[str, Any], steps: int = 3, resume: str = ""
+) -> list[dict[str, Any]]:
+    """Metrics of a run, which saves at its end. resume: a checkpoint to continue from."""
+    run = run_of(out, dict(grid.degrees), steps, **CHANGES, **changes)
     canaries = CanaryDocuments.tokenize(CANARIES, ByteTokenizer())
     trainer = trainer_of(grid, corpus, run, canaries=canaries)
+    if resume:
+        trainer.checkpointer.resume_from(Path(resume))
     rows = list(trainer.run_steps())
     trainer.save_checkpoint()
     return rows
@@ -101,6 +105,32 @@ def test_any_grid_is_one_process(
     tensors = load_full_tensors(saved)
     for name, x in load_full_tensors(known).items():
         assert torch.allclose(tensors[name], x, rtol=1e-9, atol=1e-9 * float(x.abs().max())), name
+
+
+@pytest.mark.parametrize(
+    "strategy", ["random", *(pytest.param(one, marks=pytest.mark.full) for one in STRATEGIES[:3])]
+)
+def test_a_run_resumes_with_the_same_masks_and_canaries(
+    pool: Pool, serial: Path, tmp_path: Path, strategy: str
+) -> None:
+    """On another grid, after one of three steps."""
+    corpus = str(serial / "corpus")
+    changes = {
+        "data__goldfish_strategy": strategy,
+        "data__canary_samples": 24,
+        "optim__schedule": "wsd",
+        "optim__warmup_steps": 0,
+        "optim__decay_ratio": 0.0,
+    }
+    whole = rows_of(Grid({}), corpus, str(tmp_path / "whole"), changes)
+    rows_of(Grid({}), corpus, str(tmp_path / "first"), changes, 1)
+    (saved,) = find_checkpoints(tmp_path / "first" / "checkpoints")
+    out = str(tmp_path / "rest")
+    rest = pool.on_grid({"data": 2, "context": 2}, rows_of, corpus, out, changes, 3, str(saved))[0]
+    assert [row["loss"] for row in rest] == pytest.approx(
+        [row["loss"] for row in whole[1:]], rel=1e-9
+    )
+    assert rest[-1]["canary_match"] == whole[-1]["canary_match"]
 
 
 def test_strategies_give_different_runs(serial: Path) -> None:
@@ -186,6 +216,26 @@ def check_evaluation(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "Only --canaries compares runs" in capsys.readouterr().err
     assert call("eval", "plain", "--corpus", "texts.jsonl", "--prefix", "3") != 0
     assert "--prefix is given without --canaries" in capsys.readouterr().err
+
+
+@pytest.mark.full
+def test_an_evaluation_on_a_grid_is_that_of_one_process(folder: Path) -> None:
+    write = ("--buckets", "0", "2", "--documents", "3", "--length", "20", "--tokenizer", "bytes")
+    assert call("data", "canaries", "others.jsonl", *write, "--output", "canaries.jsonl") == 0
+    words = ("--data.canaries", "canaries.jsonl", "--train.steps", "2", "--train.output-dir", "run")
+    assert call("train", *FAST, *words) == 0
+    tables = []
+    for name, options in {"one": (), "two": ("--nproc", "2", "--plan.row", "2")}.items():
+        more = ("--suffix", "6", "--output", f"{name}.json", "--train.dtype", "fp64", *options)
+        assert call("eval", "run", "--canaries", "canaries.jsonl", *more) == 0
+        tables.append(json.loads((folder / f"{name}.json").read_text())["canaries"])
+    for bucket, row in tables[0].items():
+        assert tables[1][bucket] == pytest.approx(row, rel=1e-9)
+
+
+def test_commands_without_data_accept_the_settings(folder: Path) -> None:
+    words = ("--data.goldfish-k", "4", "--data.canaries", "missing.jsonl", "--plan.row", "2")
+    assert call("dry-run", *words, *SMALL_OPTIONS, "--plan.global-batch", "8") == 0
 
 
 CANARY = {"text": "a text of some tokens", "times": 2, "bucket": "a"}
