@@ -88,7 +88,7 @@ def differences(pool: Pool, degrees: dict[str, int], case: Case) -> list[str]:
     return compare(whole, pool.on_grid(degrees, run_case, case, whole.batch, LR, CLIP))
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("degrees", "case"), list_cases())
 def test_a_model_equals_one_process(pool: Pool, degrees: dict[str, int], case: Case) -> None:
     assert differences(pool, degrees, case) == []
@@ -138,11 +138,12 @@ def compiled_differences(grid: Grid, inner: str) -> list[str]:
     return lines
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("degrees", "inner"),
     [
         ({"col": 2}, "samples"),
-        pytest.param({"depth": 2, "row": 2, "col": 2}, "features", marks=pytest.mark.full),
+        ({"depth": 2, "row": 2, "col": 2}, "features"),
     ],
     ids=["col", "cube"],
 )

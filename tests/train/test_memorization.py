@@ -74,7 +74,7 @@ def serial(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 CASES = [
     pytest.param(*one, name, id=f"{label(one[0])}-{name}")
-    if number % len(STRATEGIES) == place % len(STRATEGIES)
+    if place % 2 == 0 and number == place // 2 % len(STRATEGIES)
     else pytest.param(*one, name, id=f"{label(one[0])}-{name}", marks=pytest.mark.full)
     for (place, one), (number, name) in itertools.product(enumerate(GRIDS), enumerate(STRATEGIES))
 ]

@@ -34,6 +34,7 @@ def states_of(folder: str) -> set[str]:
     return {name.removeprefix(f"{WEIGHT}.") for name in names} - {"master"}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("optimizer", ["muon", "jorge", "sgd"])
 def test_a_resumed_run_has_the_losses_of_a_whole_one(
     optimizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -46,6 +47,7 @@ def test_a_resumed_run_has_the_losses_of_a_whole_one(
     assert losses(Path("run"))[-2:] == pytest.approx(losses(Path("whole"))[-2:], rel=1e-6)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("before", "after", "anew"),
     [
