@@ -198,7 +198,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize(("name", "shape"), cases, ids=ids)
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(6)
 def test_every_algorithm_equals_the_plain_result(
     pool: Pool, name: str, shape: tuple[int, int]
 ) -> None:
