@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -20,6 +21,7 @@ from ranvier.data.mixture import CorpusMixture
 from ranvier.data.window_assignment import WindowCost
 from ranvier.grid import Grid
 from ranvier.models import DecoderConfig
+from ranvier.nn.context_documents import ContextDocuments
 from ranvier.nn.cross_entropy import IGNORE_INDEX
 
 STRATEGIES: tuple[GoldfishStrategy, ...] = get_args(GoldfishStrategy)
@@ -194,9 +196,9 @@ def test_every_rank_reads_its_part_of_one_mask(
                     assert micro.samples is not None and micro.tokens.shape[0] == 2
                     positions = micro.positions
                     for row, number in enumerate(micro.samples.tolist()):
-                        place = range(32)
-                        if degrees.get("context"):
-                            place = micro.documents.token_numbers[row].tolist()  # type: ignore
+                        place: Sequence[int] = range(32)
+                        if isinstance(micro.documents, ContextDocuments):
+                            place = micro.documents.token_numbers[row].tolist()
                         pairs = zip(place, micro.targets[row].tolist(), strict=True)
                         found.setdefault(number, set()).update(pairs)
                     assert positions is None or positions.shape == micro.tokens.shape
@@ -225,9 +227,11 @@ def test_held_out_samples_keep_their_targets_and_the_fingerprint_knows_the_rule(
     rules = [None, *(GoldfishMask(4, 5, name) for name in STRATEGIES), GoldfishMask(3, 5)]
     found = [open_data([folder], seq=32, seed=0, held_out=0.3, goldfish=rule) for rule in rules]
     assert len({data.fingerprint for data in found}) == len(rules)
+    plain = found[0].validation
+    assert plain is not None
     for data in found:
-        assert data.validation is not None and found[0].validation is not None
+        assert data.validation is not None
         for number in range(data.validation.num_windows):
-            one, other = (d.validation.read_sample(number) for d in (data, found[0]))  # type: ignore
-            assert np.array_equal(one.targets, other.targets)
+            targets = data.validation.read_sample(number).targets
+            assert np.array_equal(targets, plain.read_sample(number).targets)
     assert found[1].summary_lines[-1] == "goldfish hash, k=4, context width 5"

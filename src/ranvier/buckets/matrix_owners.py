@@ -26,7 +26,7 @@ from typing import NamedTuple
 from ranvier.buckets.spec import BucketSpec, ParamSpec, shared_ranks
 from ranvier.config.plan import AXES
 from ranvier.cost.layers import AxisGroup
-from ranvier.cost.matrix_optimizers import MatrixRuleCost
+from ranvier.cost.matrix_optimizers import MatrixRuleCost, tile_bounds
 from ranvier.sharding import Box, Shard
 from ranvier.trace import Event
 
@@ -388,25 +388,19 @@ def _split_into_matrices(weights: Sequence[PlacedWeight], tile: int) -> Iterator
         # Experts and packed dims count matrices; the indices of both are batch indices here.
         batch = [range(1) if dim in dims else range(n) for dim, n in enumerate(shape)]
         for corner in itertools.product(*batch):
-            for row, num_rows in _tile_spans(rows, tile):
-                for col, num_cols in _tile_spans(cols, tile):
+            for top, bottom in tile_bounds(rows, tile or rows):
+                for left, right in tile_bounds(cols, tile or cols):
                     start = list(corner)
                     size = [1] * len(shape)
-                    start[dims[0]], start[dims[1]] = row, col
-                    size[dims[0]], size[dims[1]] = num_rows, num_cols
+                    start[dims[0]], start[dims[1]] = top, left
+                    size[dims[0]], size[dims[1]] = bottom - top, right - left
                     yield Matrix(
                         number,
                         tuple(start),
                         tuple(size),
-                        num_rows,
-                        num_cols,
+                        bottom - top,
+                        right - left,
                         whole,
                         (rows, cols),
                     )
             whole += 1
-
-
-def _tile_spans(size: int, tile: int) -> list[tuple[int, int]]:
-    """Returns start and size of the tiles of a side."""
-    step = tile or size
-    return [(start, min(step, size - start)) for start in range(0, size, step)]

@@ -11,13 +11,14 @@ import tomllib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast, get_args
 
 from ranvier.cli import help
 from ranvier.config import run as runs
 from ranvier.config.kinds import named_model
 from ranvier.config.plan import AXES
 from ranvier.config.run import RunConfig
+from ranvier.config.sections import OptimizerName
 from ranvier.errors import PlanError
 from ranvier.system.terminal import escape_controls, print
 
@@ -177,6 +178,7 @@ def load_run_with_options(
         run = replace(
             run, train=replace(run.train, output_dir=files[0]), launch=here, checkpoint=own
         )
+        run = _with_other_optimizer(run, option_value(options, "--optim.name"))
         own_words = Path(files[0]) / "tokenizer.json"
         # The directory of an imported run may have been moved together with its tokenizer.
         if own_words.exists() and (Path(files[0]) / "published").is_dir():
@@ -202,6 +204,23 @@ def load_run_with_options(
     run = change(run)
     default = kind(**{f.name: getattr(run, f.name) for f in dataclasses.fields(run)})
     return parse_options(kind, default, usage, options)
+
+
+def _with_other_optimizer(run: RunConfig, name: str | None) -> RunConfig:
+    """Returns a stored run whose learning rate is open if it does not suit the new optimizer.
+
+    It suits optimizers that have the same default: AdamW and Muon, or SGD and Jorge.
+    """
+    # An unknown name is reported when all options are parsed.
+    if name not in get_args(OptimizerName):
+        return run
+    other = cast(OptimizerName, name)
+    before, after = (
+        replace(run, optim=replace(run.optim, lr=None, name=one)) for one in (run.optim.name, other)
+    )
+    if before.peak_lr == after.peak_lr:
+        return run
+    return replace(run, optim=replace(run.optim, lr=None))
 
 
 def _expand_plan_auto(words: Sequence[str]) -> list[str]:

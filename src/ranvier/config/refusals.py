@@ -120,8 +120,6 @@ def _setting_against_chunks(run: RunConfig) -> str:
     return ""
 
 
-MATRIX_RULES = ("muon", "jorge")
-"""Optimizers of whole matrices."""
 PRUNING_SCHEDULE = (
     "prune.update_interval={prune.update_interval}, prune.final_step={prune.final_step}"
 )
@@ -164,7 +162,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "Use 3e-4",
     ),
     Refusal(
-        lambda run: run.optim.name in MATRIX_RULES and run.prune.is_enabled,
+        lambda run: run.optim.needs_whole_matrices and run.prune.is_enabled,
         "optim.name={optim.name!r} with pruned training",
         "The update of a whole matrix is not zero where the matrix is pruned",
         "Use optim.name='adamw', or prune nothing",
@@ -176,13 +174,13 @@ REFUSALS: tuple[Refusal, ...] = (
         "Use optim.state_dtype='bf16' or 'master'",
     ),
     Refusal(
-        lambda run: run.optim.name in MATRIX_RULES and bool(run.lora.rank or run.lora.init_from),
+        lambda run: run.optim.needs_whole_matrices and bool(run.lora.rank or run.lora.init_from),
         "optim.name={optim.name!r} with adapters (lora.rank={lora.rank})",
         "The factors of an adapter are not hidden matrices, so that nothing is left to update",
         "Use optim.name='adamw', or lora.rank=0",
     ),
     Refusal(
-        lambda run: run.optim.name in MATRIX_RULES and run.plan.cuda_graph,
+        lambda run: run.optim.needs_whole_matrices and run.plan.cuda_graph,
         "optim.name={optim.name!r} with plan.cuda_graph=True",
         "A CUDA graph of a step is built for elementwise updates only",
         "Use plan.cuda_graph=False",

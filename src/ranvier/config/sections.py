@@ -239,11 +239,14 @@ class DataConfig:
     """Verify the checksums of tokenized corpora at the start (about 1 s per GB)."""
 
 
+OptimizerName = Literal["adamw", "muon", "jorge", "sgd"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
     """The optimizer and its learning rate schedule."""
 
-    name: Literal["adamw", "muon", "jorge", "sgd"] = "adamw"
+    name: OptimizerName = "adamw"
     """Update rule. adamw and sgd (with momentum) update all parameters. muon and jorge update
     hidden matrices, i.e. matrices of blocks except routers and adapters, and AdamW updates the
     rest: embeddings, head, norms, biases. muon orthogonalizes the momentum of each matrix. jorge
@@ -317,6 +320,11 @@ class OptimConfig:
     """Multiplier of the learning rate of embeddings, including a tied output head."""
     vector_lr_scale: float = setting(1.0, minimum=0.0)
     """Multiplier of the learning rate of norms and biases."""
+
+    @property
+    def needs_whole_matrices(self) -> bool:
+        """Whether hidden matrices have an update rule that needs them whole."""
+        return self.name in ("muon", "jorge")
 
 
 @dataclass(frozen=True, kw_only=True)

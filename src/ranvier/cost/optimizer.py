@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ranvier.config.run import RunConfig
-from ranvier.config.sections import OptimConfig
+from ranvier.config.sections import OptimConfig, OptimizerName
 from ranvier.cost.matrix_optimizers import JorgeCost, MatrixRuleCost, MuonCost
 
-OptimizerName = Literal["adamw", "muon", "jorge", "sgd"]
 MomentPrecision = Literal["master", "bf16", "int8"]
 QUANT_BLOCK = 256
 """Elements of an 8-bit moment that share a scale."""

@@ -95,15 +95,15 @@ def allow_empty_inputs() -> Iterator[None]:
     The fake process group fills outputs with its input, and raises an error if that is empty.
     """
 
-    def skipping(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def skipped(
+    def wrap(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def all_to_all(
             group: Any, output: Any, x: Any, receive: list[int], *rest: Any, **options: Any
         ) -> Any:
             if x.shape[0] == 0:
                 output, receive = output[:0], [0] * len(receive)
             return call(group, output, x, receive, *rest, **options)
 
-        return skipped
+        return all_to_all
 
-    with patch_process_groups(skipping, ALL_TO_ALL_METHODS):
+    with patch_process_groups(wrap, ALL_TO_ALL_METHODS):
         yield

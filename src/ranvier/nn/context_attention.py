@@ -13,6 +13,7 @@ group or block; without overlap the operations are the same, so results are bitw
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -144,15 +145,16 @@ class _Started:
         return self.pending.wait()
 
 
-class RowAttention:
+class RowAttention(ABC):
     """Attention of rows outside of autograd, for one operation of a compiled graph."""
 
+    @abstractmethod
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, exchange: Exchange, cap: float
     ) -> tuple[Tensor, Tensor]:
         """Returns the output `[T, h, k]`, and log-sum-exps `[h, T]`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def backward(
         self,
         dy: Tensor,
@@ -165,7 +167,6 @@ class RowAttention:
         cap: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the gradients of q, k and v."""
-        raise NotImplementedError
 
     def forward_rows(
         self, q: Tensor, k: Tensor, v: Tensor, exchange: Exchange, cap: float

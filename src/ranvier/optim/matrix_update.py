@@ -77,9 +77,10 @@ class MatrixUpdate:
         specs = [bucket.spec for bucket in buckets]
         self.owners = MatrixOwners.assign(specs, grid.degrees, rule.cost(self.message_dtype))
         self.exchange = MatrixExchange(self.owners, buckets, grid)
+        # Norms are those of whole matrices, of which tiles are parts.
         self.wholes = MatrixOwners.assign(specs, grid.degrees, MuonCost(self.dtype.itemsize))
-        """The matrices that tiles are parts of."""
-        self._whole_pieces = self.wholes.pieces_of_rank(self.exchange.axis.index)
+        if isinstance(rule, Jorge):
+            self._whole_pieces = self.wholes.pieces_of_rank(self.exchange.axis.index)
         self._sides: dict[Side, dict[int, Tensor]] = {}
         """Preconditioners of the tiles of this rank by side and weight: `[Σ size²]`, one tile after
         the other."""

@@ -170,7 +170,7 @@ def serial_param_groups(
     rest = run.adamw_peak_lr / run.peak_lr
     for name, param in named.items():
         known = weights[name]
-        whole = run.optim.name in ("muon", "jorge") and known.is_hidden_matrix
+        whole = run.optim.needs_whole_matrices and known.is_hidden_matrix
         scale = float(getattr(run.optim, f"{known.param_group}_lr_scale"))
         groups.append(
             {

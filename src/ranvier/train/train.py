@@ -474,7 +474,7 @@ def describe_groups(parallel: ParallelModel, run: RunConfig) -> list[str]:
         decay = run.weight_decay if group == "matrix" else 0.0
         scale = float(getattr(run.optim, f"{group}_lr_scale"))
         hidden = [weight for weight in of_group if weight.is_hidden_matrix]
-        if run.optim.name not in ("muon", "jorge"):
+        if not run.optim.needs_whole_matrices:
             lines += _describe_group(group, of_group, run.peak_lr * scale, decay)
             continue
         lines += _describe_group(f"{group} ({run.optim.name})", hidden, run.peak_lr * scale, decay)

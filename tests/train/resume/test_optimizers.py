@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from commands import SMALL_OPTIONS, call, losses
+from commands import SMALL_OPTIONS, call, losses, metrics
 from ranvier.checkpoint import manifest as manifests
 from ranvier.checkpoint.directory import find_checkpoints
 
@@ -19,6 +19,7 @@ STATES = {
     "jorge": {"momentum", "preconditioned", "left", "right"},
     "sgd": {"momentum"},
 }
+LAST = ["--train.output-dir", "run", "--train.steps"]
 WEIGHT = "blocks.0.attention.o.weight"
 
 
@@ -75,3 +76,16 @@ def test_a_run_may_change_its_optimizer(
     assert states_of("run") == STATES[after]
     first, *_, last = losses(Path("run"))
     assert last < first + 0.5
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "kept"), [("sgd", "jorge", True), ("sgd", "muon", False)]
+)
+def test_a_learning_rate_is_kept_only_if_it_suits(
+    before: str, after: str, kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert call("train", *FAST, "--optim.name", before, "--optim.lr", "0.07", *LAST, "2") == 0
+    assert call("train", "run", "--optim.name", after, "--train.steps", "3") == 0
+    rates = [row["lr"] for row in metrics(Path("run"))]
+    assert rates[:2] == [0.07, 0.07] and (rates[2] == 0.07) == kept and rates[2] < 0.08

@@ -108,7 +108,7 @@ def _layout_time(
     """Returns the time of attention with a layout, which stands for `equal` · `samples` samples."""
     count = equal * samples
 
-    def spent(op: str, size: float) -> float:
+    def collective_seconds(op: str, size: float) -> float:
         return links.collective_seconds(cluster, op, size * count, ranks)
 
     if isinstance(layout, KVGatherLayout):
@@ -125,18 +125,18 @@ def _layout_time(
             back = "all_to_all"
         op = layout.collective
         groups = len(layout.head_groups(shape.kv_heads))
-        forward = spent(op, rows * keys) if op != "none" else 0.0
-        backward = forward + (spent(back, rows * gradients) if op != "none" else 0.0)
+        forward = collective_seconds(op, rows * keys) if op != "none" else 0.0
+        backward = forward + (collective_seconds(back, rows * gradients) if op != "none" else 0.0)
         rest = 1 - 1 / groups
         return ContextTime(_imbalance(layout), forward, backward, rest, rest)
     if isinstance(layout, RingLayout):
         blocks = 2 * ranks.size * layout.num_rows * shape.kv_heads * shape.head_dim
-        forward = spent("all_gather", blocks * shape.itemsize)
-        backward = forward + spent("all_gather", blocks * shape.gradient_itemsize)
+        forward = collective_seconds("all_gather", blocks * shape.itemsize)
+        backward = forward + collective_seconds("all_gather", blocks * shape.gradient_itemsize)
         # The block of the rank itself is computed while the first ones travel.
         return ContextTime(_imbalance(layout), forward, backward, 1.0, 1 - 1 / ranks.size)
     events = layout.forward_events(shape, EventScope(("context",), ""))
-    exchanged = sum(spent(event.op, event.bytes) for event in events)
+    exchanged = sum(collective_seconds(event.op, event.bytes) for event in events)
     return ContextTime(1.0, exchanged, exchanged)
 
 
