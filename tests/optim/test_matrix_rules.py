@@ -133,8 +133,8 @@ def test_narrow_moments_do_not_depend_on_the_grid(pool: Pool, rule: str) -> None
     assert any(not torch.equal(x, exact[name]) for name, x in whole.items())
 
 
-def skipped_update(grid: Grid, rule: Rule) -> list[str]:
-    """States and weights that change in a step whose gradient is not finite."""
+def skipped_update(grid: Grid, rule: Rule, reason: str) -> list[str]:
+    """States and weights that change in a step that is skipped."""
     case = Case("deep")
     model = case.on(grid)
     parallel = get_parallel_model(model)
@@ -144,13 +144,16 @@ def skipped_update(grid: Grid, rule: Rule) -> list[str]:
     optimizer.step()
     before = copied({**parallel.sharded_state(), **optimizer.sharded_state()})
     forward_backward(model, micros_of(batch, grid, 1))
-    bucket = next(b for b in parallel.bucket_scheduler.buckets if b.spec.has_matrices)
-    bucket.add_compressed_grad(torch.full((bucket.size,), float("nan"), dtype=torch.float64))
-    optimizer.step()
+    votes = torch.tensor([reason == "veto"])
+    if reason == "not finite":
+        bucket = next(b for b in parallel.bucket_scheduler.buckets if b.spec.has_matrices)
+        bucket.add_compressed_grad(torch.full((bucket.size,), float("nan"), dtype=torch.float64))
+    optimizer.step(votes=votes, vetoes=1)
     after = {**parallel.sharded_state(), **optimizer.sharded_state()}
     return [name for name, (x, _) in after.items() if not torch.equal(x, before[name][0])]
 
 
+@pytest.mark.parametrize("reason", ["not finite", "veto"])
 @pytest.mark.parametrize("rule", ["muon", "jorge", "sgd"])
-def test_a_gradient_that_is_not_finite_changes_nothing(pool: Pool, rule: str) -> None:
-    assert pool.on_grid({"row": 2}, skipped_update, RULES[rule]) == [[], []]
+def test_a_skipped_step_changes_nothing(pool: Pool, rule: str, reason: str) -> None:
+    assert pool.on_grid({"row": 2}, skipped_update, RULES[rule], reason) == [[], []]
