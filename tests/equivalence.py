@@ -23,7 +23,7 @@ from ranvier.config.plan import Plan
 from ranvier.cost.layers import ActivationShape
 from ranvier.data.batch import Batch
 from ranvier.grid import Grid
-from ranvier.models import EXAMPLES, AdapterConfig, Decoder, DecoderConfig
+from ranvier.models import EXAMPLES, AdapterConfig, Decoder, DecoderConfig, RecurrentDecoder
 from ranvier.models import build_decoder as build_decoder
 from ranvier.models.document_attention import Documents
 from ranvier.nn.context_documents import ContextDocuments
@@ -172,6 +172,16 @@ def _adapted() -> nn.Module:
     return build_decoder(shape, AdapterConfig(rank=2, dora=True))
 
 
+def _recurrent(**changes: Any) -> Callable[[], nn.Module]:
+    """A model with recurrent depth: 2 iterations without and 2 with gradients."""
+    shape = {"embed": 16, "heads": 8, "kv_heads": 8, "head_dim": 4, "mlp": 24, "vocab": 29}
+    depth = {"layers": 4, "prelude_layers": 1, "core_layers": 2, "coda_layers": 1}
+    depth |= {"mean_recurrence": 4, "backprop_depth": 2}
+    huginn = {"norm_position": "sandwich", "qk_bias": True, "tie_embeddings": True}
+    config: dict[str, Any] = {"max_seq": 16, "embed_scale": 4.0}
+    return lambda: RecurrentDecoder(DecoderConfig(**config | shape | depth | huginn | changes))
+
+
 def _mixture(top: int, experts: int, *words: str, **others: Any) -> Callable[[], nn.Module]:
     """A model with experts: words and others say what is not as usual."""
     changes: dict[str, Any] = {"layers": 2, "mlp": 24, "heads": 8, "aux_loss_coeff": 0.05}
@@ -246,6 +256,11 @@ def build(name: str) -> nn.Module:
         return _build_sized(name).double()
     more = {"lopsided": _lopsided, "four": _deep(layers=4), "adapted": _adapted}
     more["jitter"] = _mixture(2, 8, "jitter", "capacity")
+    more["recurrent"] = _recurrent()
+    more["recurrent untied"] = _recurrent(
+        kv_heads=2, tie_embeddings=False, norm_position="pre", qk_bias=False
+    )
+    more["sandwich"] = _deep(layers=2, norm_position="sandwich", qk_bias=True)
     more["same dim"] = build_same_dim_model
     more["same dim deep"] = partial(build_same_dim_model, layers=6)
     more["same dim lora"] = partial(

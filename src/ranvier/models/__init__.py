@@ -14,10 +14,24 @@ if TYPE_CHECKING:
     from ranvier.models.decoder import Decoder
     from ranvier.models.examples import EXAMPLES
     from ranvier.models.lora import build_decoder
+    from ranvier.models.recurrent_decoder import RecurrentDecoder
 
-__all__ = ["EXAMPLES", "MODEL_SIZES", "AdapterConfig", "Decoder", "DecoderConfig", "build_decoder"]
+__all__ = [
+    "EXAMPLES",
+    "MODEL_SIZES",
+    "AdapterConfig",
+    "Decoder",
+    "DecoderConfig",
+    "RecurrentDecoder",
+    "build_decoder",
+]
 
-_HOMES = {"Decoder": "decoder", "build_decoder": "lora", "EXAMPLES": "examples"}
+_HOMES = {
+    "Decoder": "decoder",
+    "RecurrentDecoder": "recurrent_decoder",
+    "build_decoder": "lora",
+    "EXAMPLES": "examples",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -147,8 +147,67 @@ class ExpertConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecoderConfig(RotaryConfig, ExpertConfig):
-    """Configuration of a decoder: its sizes, norms, attention, positions and experts.
+class RecurrenceConfig:
+    """Recurrent depth (Geiping et al. 2025, Huginn); a part of `DecoderConfig`.
+
+    The layers are a prelude, a core that runs several times, and a coda:
+    e = prelude(embed(x)), s_i = core(A_s s_{i-1} + A_e e), logits = head(norm(coda(norm(s_r)))).
+    """
+
+    prelude_layers: int = setting(0, minimum=0, maximum=10000)
+    """Layers before the recurrent core."""
+    core_layers: int = setting(0, minimum=0, maximum=10000)
+    """Layers of the recurrent core, which a pass runs several times with the same weights. 0: the
+    model is not recurrent, and all layers run once."""
+    coda_layers: int = setting(0, minimum=0, maximum=10000)
+    """Layers after the recurrent core."""
+    mean_recurrence: int = setting(0, minimum=0, maximum=10000)
+    """Iterations of the core in evaluation. Each training step draws its iterations from seed and
+    step: Poisson(LogNormal(log(mean_recurrence) - 1/8, 1/2)) + 1."""
+    backprop_depth: int = setting(0, minimum=0, maximum=10000)
+    """Last iterations of the core that have gradients, at most; the others keep nothing for
+    backward. If fewer iterations are drawn, all of them have gradients."""
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether the model has a recurrent core."""
+        return self.core_layers > 0
+
+    def find_recurrence_problems(self, layers: int) -> list[str]:
+        """Returns the inconsistent settings, each with value, rule and remedy."""
+        parts = {
+            name: getattr(self, name) for name in ("prelude_layers", "core_layers", "coda_layers")
+        }
+        given = ", ".join(f"{name}={value}" for name, value in parts.items())
+        depths = {name: getattr(self, name) for name in ("mean_recurrence", "backprop_depth")}
+        found = []
+        if not self.is_recurrent:
+            changed = [f"{name}={value}" for name, value in {**parts, **depths}.items() if value]
+            if changed:
+                found.append(
+                    f"{', '.join(changed)} with core_layers=0. Only a recurrent core has a prelude "
+                    "and a coda, and iterations. Use core_layers=1 or more, or remove these "
+                    "settings."
+                )
+            return found
+        for name, value in depths.items():
+            if value < 1:
+                found.append(
+                    f"{name}={value} with core_layers={self.core_layers}. The core of a recurrent "
+                    "model runs at least once, and its last iteration has gradients. Use "
+                    f"{name}={8 if name == 'backprop_depth' else 32}."
+                )
+        if sum(parts.values()) != layers:
+            found.append(
+                f"layers={layers} with {given}. The layers of a recurrent model are those of its "
+                f"parts. Use layers={sum(parts.values())}."
+            )
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig(RotaryConfig, ExpertConfig, RecurrenceConfig):
+    """Configuration of a decoder: its sizes, norms, attention, positions, experts and recurrence.
 
     `MODEL_SIZES` has the configurations of published models by name. The fields are also the
     settings `model.*` of a run.
@@ -177,9 +236,10 @@ class DecoderConfig(RotaryConfig, ExpertConfig):
     """Epsilon that norms add to the variance."""
     norm_weight_offset: float = setting(0.0, minimum=0.0)
     """Constant that is added to the weights of RMSNorm (1 for Gemma)."""
-    norm_position: Literal["pre", "post", "both"] = "pre"
+    norm_position: Literal["pre", "post", "both", "sandwich"] = "pre"
     """Whether norms are applied to the inputs of attention and MLP (pre), to their outputs (post),
-    or to both."""
+    to both, or to their inputs and to the residual stream after each addition (sandwich, as in
+    Huginn)."""
     position_embedding: Literal["rope", "learned"] = "rope"
     """Rotary or learned positions."""
     qk_norm: Literal["none", "per_head", "full"] = "none"
@@ -201,6 +261,8 @@ class DecoderConfig(RotaryConfig, ExpertConfig):
     """Use biases in all linear layers and in LayerNorm."""
     biases: tuple[Literal["qkv", "o", "mlp"], ...] = ()
     """Linear layers with biases, if bias is false."""
+    qk_bias: bool = False
+    """Use biases in the projections to queries and keys, but not to values, if bias is false."""
     tie_embeddings: bool = False
     """Use the embedding table as the weight of the head."""
     embed_scale: float = setting(1.0, minimum=1e-06)
@@ -211,11 +273,16 @@ class DecoderConfig(RotaryConfig, ExpertConfig):
     """Dropout probability for embeddings and for the outputs of attention and MLP."""
     init_std: float = setting(0.02, minimum=0.0)
     """Standard deviation of initial weights. For the output projections of attention and MLP it is
-    divided by sqrt(2 · layers)."""
+    divided by sqrt(2 · layers); the layers of a recurrent core count mean_recurrence times."""
 
     def has_bias(self, layers: Literal["qkv", "o", "mlp"]) -> bool:
         """Whether these linear layers have biases."""
         return self.bias or layers in self.biases
+
+    @property
+    def unrolled_layers(self) -> int:
+        """Number of layers that a token passes through, with the mean recurrence."""
+        return self.layers + self.core_layers * max(self.mean_recurrence - 1, 0)
 
     def window_of_layer(self, layer: int) -> int:
         """Returns the sliding window of a layer in tokens; 0 means no window."""
@@ -253,7 +320,7 @@ class DecoderConfig(RotaryConfig, ExpertConfig):
         """Returns the inconsistent settings, each with value, rule and remedy."""
         # Number of elements of a head that are rotated.
         turned = int(self.head_dim * self.partial_rotary_factor)
-        found = self.find_expert_problems()
+        found = self.find_expert_problems() + self.find_recurrence_problems(self.layers)
         # Limits the number of tensors that a config from a file can require to list.
         if self.experts * self.layers > MAX_TOTAL_EXPERTS:
             found.append(
@@ -296,6 +363,16 @@ class DecoderConfig(RotaryConfig, ExpertConfig):
             found.append(
                 f"window_layers={list(self.window_layers)} contains an invalid layer. Layers are "
                 f"numbered from 0 to {self.layers - 1}. Use these numbers."
+            )
+        if self.qk_bias and self.has_bias("qkv"):
+            found.append(
+                "qk_bias=True with biases of queries, keys and values. One of the two settings "
+                "says which projections have biases. Use qk_bias=False."
+            )
+        if self.is_recurrent and self.experts:
+            found.append(
+                f"core_layers={self.core_layers} with experts={self.experts}. The auxiliary losses "
+                "of experts are not defined for layers that run several times. Use experts=0."
             )
         if self.norm_weight_offset != 0.0 and self.norm != "rms":
             found.append(
@@ -407,6 +484,28 @@ _TED = {
 }
 
 
+# Huginn (Geiping et al. 2025). Initial weights have the std sqrt(2 / (5 · embed)), and embeddings
+# are multiplied by sqrt(embed), so that they and the initial state have the variance 2/5.
+_HUGINN = {
+    "norm_position": "sandwich",
+    "norm_eps": 1e-6,
+    "qk_bias": True,
+    "rope_theta": 50000.0,
+    "tie_embeddings": True,
+}
+
+
+def _build_recurrent(
+    prelude: int, core: int, coda: int, embed: int, heads: int, mlp: int, **rest: object
+) -> DecoderConfig:
+    """Returns the config of a recurrent model with these numbers of layers."""
+    parts = {"prelude_layers": prelude, "core_layers": core, "coda_layers": coda}
+    scales = {"embed_scale": math.sqrt(embed), "init_std": math.sqrt(2 / (5 * embed))}
+    return _build_size(
+        prelude + core + coda, embed, heads, mlp, **{**_HUGINN, **parts, **scales, **rest}
+    )
+
+
 def _build_size(layers: int, embed: int, heads: int, mlp: int, **rest: object) -> DecoderConfig:
     shape = {"layers": layers, "embed": embed, "heads": heads, "mlp": mlp}
     return DecoderConfig(**{"kv_heads": heads, "head_dim": embed // heads, **shape, **rest})  # type: ignore[arg-type]
@@ -426,4 +525,13 @@ MODEL_SIZES: dict[str, DecoderConfig] = {
     "qwen3-30b-a3b": _build_size(48, 2048, 32, 6144, **(_QWEN3 | _QWEN3_MOE)),
     "deepseek-moe-16b": _build_size(28, 2048, 16, 10944, **_DEEPSEEK),
     "ted-6.7b-16e": _build_size(32, 4096, 32, 16384, vocab=50257, **(GPT2 | _TED)),
+    "recurrent-tiny": _build_recurrent(
+        1, 2, 1, 128, 4, 352, vocab=4096, mean_recurrence=4, backprop_depth=2
+    ),
+    "recurrent-0.5b": _build_recurrent(
+        2, 4, 2, 2048, 16, 5632, vocab=65536, max_seq=4096, mean_recurrence=16, backprop_depth=8
+    ),
+    "huginn-3.5b": _build_recurrent(
+        2, 4, 2, 5280, 55, 17920, vocab=65536, max_seq=4096, mean_recurrence=32, backprop_depth=8
+    ),
 }

@@ -12,7 +12,7 @@ Shapes: b samples, s tokens, d embed, h heads, g kv heads, k head dim, f mlp, v 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
@@ -230,12 +230,13 @@ class Attention(nn.Module):
         d = config.embed
         k = config.head_dim
         bias = config.has_bias("qkv")
+        qk_bias = bias or config.qk_bias
         self.head_dim = k
         self.norms_all_heads = config.qk_norm == "full"
         self.qkv = FusedLinear(
             {
-                "q": nn.Linear(d, config.heads * k, bias=bias),
-                "k": nn.Linear(d, config.kv_heads * k, bias=bias),
+                "q": nn.Linear(d, config.heads * k, bias=qk_bias),
+                "k": nn.Linear(d, config.kv_heads * k, bias=qk_bias),
                 "v": nn.Linear(d, config.kv_heads * k, bias=bias),
             }
         )
@@ -301,6 +302,8 @@ class Block(nn.Module):
     `norm_position` can also move the norms to the outputs of attention and MLP, or use both.
     """
 
+    can_defer_add = True
+    """Whether the last operation is an add, which a compiled block may leave to the next one."""
     dims: dict[str, tuple[str, ...]] = {
         "norm1": ("embed",),
         "after1": ("embed",),
@@ -359,6 +362,10 @@ class Block(nn.Module):
         x, y = self.forward_attention(x, angles, documents)
         return x, self.mlp_to_residual(self.mlp(y))
 
+    def add_mlp(self, x: Tensor, y: Tensor) -> Tensor:
+        """Adds the output y of the MLP to the residual stream."""
+        return x + self.mlp_to_residual(y)
+
     def forward_attention(
         self,
         x: Tensor,
@@ -389,6 +396,51 @@ class Block(nn.Module):
         """Applies the norm and dropout that follow the MLP."""
         out: Tensor = self.dropout2(self.after2(y))
         return out
+
+
+class SandwichBlock(Block):
+    """A transformer block with norms behind its additions (Huginn).
+
+    x = after1(x + attention(norm1(x))), then x = after2(x + mlp(norm2(x))).
+    """
+
+    can_defer_add = False
+
+    def forward(
+        self,
+        x: Tensor,
+        angles: Tensor | None,
+        documents: Documents | TokenLayout | Tensor | None,
+    ) -> Tensor:
+        """Runs the block; x, y: `[b, s, d]`."""
+        x, y = self.forward_attention(x, angles, documents)
+        return self.add_mlp(x, self.mlp(y))
+
+    def forward_attention(
+        self,
+        x: Tensor,
+        angles: Tensor | None,
+        documents: Documents | TokenLayout | Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the residual stream after attention, and the input of the MLP."""
+        x = self.after1(x + self.dropout1(self.attention(self.norm1(x), angles, documents)))
+        return x, self.norm2(x)
+
+    def forward_after_attention(self, x: Tensor, attended: Tensor) -> Tensor:
+        """Returns the output of the block; x: its input; attended: the result of attention."""
+        x = self.after1(x + self.dropout1(self.attention.project_output(attended)))
+        return self.add_mlp(x, self.mlp(self.norm2(x)))
+
+    def add_mlp(self, x: Tensor, y: Tensor) -> Tensor:
+        """Adds the output y of the MLP to the residual stream."""
+        out: Tensor = self.after2(x + self.dropout2(y))
+        return out
+
+
+def build_block(config: DecoderConfig, layer: int) -> Block:
+    """Returns a block with the norms of a config."""
+    kind = SandwichBlock if config.norm_position == "sandwich" else Block
+    return kind(config, layer)
 
 
 class Decoder(nn.Module):
@@ -425,14 +477,14 @@ class Decoder(nn.Module):
         learned = config.position_embedding == "learned"
         self.position = nn.Embedding(config.max_seq, config.embed) if learned else None
         self.dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(Block(config, i) for i in range(config.layers))
+        self.blocks = nn.ModuleList(self.build_blocks(config))
         self.norm = build_norm(config)
         self.rotary = RotaryEmbedding(config) if config.position_embedding == "rope" else None
         self.head = LMHead(config.embed, config.vocab, cap=config.final_logit_softcap)
         if config.tie_embeddings:
             self.head.weight = self.embed.weight
         # As in GPT-2, the 2 · layers outputs that are added to the residual stream are scaled.
-        out = config.init_std / (2 * config.layers) ** 0.5
+        out = config.init_std / (2 * config.unrolled_layers) ** 0.5
         self.aux_loss: Tensor | None = None
         """The auxiliary losses of MoE layers in the last loss."""
         self.init: dict[str, float | tuple[float, float]] = {}
@@ -444,6 +496,10 @@ class Decoder(nn.Module):
         self.init |= {".o": out, ".down": out, "": config.init_std}
         """Standard deviation of initial weights by suffix of the layer's name; the first match
         counts."""
+
+    def build_blocks(self, config: DecoderConfig) -> Iterable[nn.Module]:
+        """Returns the blocks, in order."""
+        return (build_block(config, i) for i in range(config.layers))
 
     @property
     def moe_layers(self) -> list[MoELayer]:
@@ -506,9 +562,37 @@ class Decoder(nn.Module):
             logits_to_keep: As in `forward`.
             scored: Whether the last part runs the head. If False, it returns the input of the head.
         """
+        x, angles, documents = self.prepare_inputs(
+            x, tokens, positions, documents, embeds=parts.start == 0
+        )
+        # Part 0 is the embedding, part i is block i - 1, and the last part is norm and head.
+        for block in self.blocks[max(parts.start - 1, 0) : parts.stop - 1]:
+            x = block(x, angles, documents)
+        if parts.stop > len(self.blocks) + 1:
+            x = self.norm(x)
+            if scored:
+                x = self.head(x, targets, logits_to_keep)
+            if targets is not None and scored:
+                x = self._add_aux_loss(x)
+        assert x is not None
+        return x
+
+    def prepare_inputs(
+        self,
+        x: Tensor | None,
+        tokens: Tensor,
+        positions: Tensor | None,
+        documents: Documents | TokenLayout | Tensor | None,
+        *,
+        embeds: bool = True,
+    ) -> tuple[Tensor, Tensor | None, Documents | TokenLayout | None]:
+        """Returns the input of the blocks, rotary angles and documents.
+
+        embeds: whether x is embedded here; it may have been looked up before.
+        """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
-        if parts.start == 0:
+        if embeds:
             x = self.embed(tokens) if x is None else x  # (b, s, d)
             if self.config.embed_scale != 1.0:
                 # The factor is rounded to the dtype of x first, as in Gemma.
@@ -527,17 +611,7 @@ class Decoder(nn.Module):
             else:
                 long = None
             angles = self.rotary(positions, x.dtype, long)
-        # Part 0 is the embedding, part i is block i - 1, and the last part is norm and head.
-        for block in self.blocks[max(parts.start - 1, 0) : parts.stop - 1]:
-            x = block(x, angles, documents)
-        if parts.stop > len(self.blocks) + 1:
-            x = self.norm(x)
-            if scored:
-                x = self.head(x, targets, logits_to_keep)
-            if targets is not None and scored:
-                x = self._add_aux_loss(x)
-        assert x is not None
-        return x
+        return x, angles, documents
 
     def _add_aux_loss(self, loss: Tensor) -> Tensor:
         """Returns the loss plus the auxiliary losses of the MoE layers."""

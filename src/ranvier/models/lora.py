@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from ranvier.models.config import AdapterConfig, DecoderConfig
 from ranvier.models.decoder import Decoder
 from ranvier.models.feed_forward import FusedLinear
+from ranvier.models.recurrent_decoder import RecurrentDecoder
 
 Dim = str | tuple[int, str]
 """A named dim, or several of one name that are packed, as in `ranvier.sharding`."""
@@ -298,7 +299,7 @@ def named_adapters(model: nn.Module) -> Iterator[tuple[str, Adapter, nn.Module]]
 
 def build_decoder(config: DecoderConfig, lora: AdapterConfig) -> Decoder:
     """Returns a decoder, with adapters if `lora.rank` is not 0."""
-    model = Decoder(config)
+    model = RecurrentDecoder(config) if config.is_recurrent else Decoder(config)
     if lora.rank > 0:
         attach_adapters(model, lora)
     return model

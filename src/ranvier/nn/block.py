@@ -30,7 +30,7 @@ def run_block(
 ) -> Any:
     """Runs a block with its recompute mode; an enabled trace records its time.
 
-    Without gradients, or in chunks of tokens, it runs eagerly, unless the step context asks for a
+    In evaluation, or in chunks of tokens, it runs eagerly, unless the step context asks for a
     graph.
     """
     # While the whole model is traced, the block is a part of that graph.
@@ -49,7 +49,9 @@ def run_block(
             if isinstance(args[0], DeferredResidual) and chunks.chunk_size(block, args[0].x):
                 args = (args[0].x + args[0].addend, *args[1:])
             chunk = chunks.chunk_size(block, args[0])
-        wants_graph = torch.is_grad_enabled() or site.step_context.compiles_inference
+        # In training, iterations of a recurrent core without gradients have a graph too.
+        in_step = torch.is_grad_enabled() or block.training
+        wants_graph = in_step or site.step_context.compiles_inference
         if chunks is not None and chunk:
             run = partial(chunks.forward, block, chunk)
             out = checkpoint_block(run, kind, site.step_context, *args)

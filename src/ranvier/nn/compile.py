@@ -111,7 +111,7 @@ class CompiledBlocks:
         left = (
             self.step_context.defer_residual_add
             and kind == "none"
-            and hasattr(block, "forward_without_add")
+            and getattr(block, "can_defer_add", False)
         )
         # Hooks must see the complete output.
         left = left and not (block._forward_hooks or block._forward_pre_hooks)
@@ -121,7 +121,9 @@ class CompiledBlocks:
             part = "forward_attention"
         elif left:
             part = "forward_without_add"
-        key = (type(block), kind, part, *map(_graph_key, (x, more, *others)))
+        # The iterations of a recurrent core that have no gradients have a graph of their own.
+        has_grad = torch.is_grad_enabled()
+        key = (type(block), kind, part, has_grad, *map(_graph_key, (x, more, *others)))
         if is_inference:
             # One graph for all batches; a batch of one is a special case of the compiler.
             kinds = [
@@ -140,11 +142,12 @@ class CompiledBlocks:
         out = self._call_graph(key, block, name, (kind, part), x, more, *others)
         if travels:
             # The experts run eagerly, between the graph and the residual add.
-            out = out[0], block.mlp_to_residual(block.mlp(out[1]))  # type: ignore[operator]
+            x, y = out
+            if not left:
+                return block.add_mlp(x, block.mlp(y))  # type: ignore[operator]
+            out = x, block.mlp_to_residual(block.mlp(y))  # type: ignore[operator]
         if left:
             return DeferredResidual(*out)
-        if travels:
-            return out[0] + out[1]
         return out
 
     def _call_graph(

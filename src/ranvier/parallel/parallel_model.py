@@ -23,6 +23,7 @@ from ranvier.cost.layers import ActivationShape, AxisGroup
 from ranvier.cost.matrix_optimizers import MatrixRuleCost
 from ranvier.errors import ShardingError
 from ranvier.grid import Axis, Grid
+from ranvier.models.recurrence import ONE_CALL, LayerCalls
 from ranvier.nn.compile import CompiledBlocks
 from ranvier.nn.embedding import Embedding
 from ranvier.nn.fused_linear import FusedLinear
@@ -82,6 +83,9 @@ class ParallelModel:
     """Balances the experts of all MoE layers; None for a dense model."""
     recompute_modes: dict[str, Recompute] = field(default_factory=dict)
     """Activation checkpointing mode of each block, in order; read at each call."""
+    layer_calls: Callable[[], Mapping[str, LayerCalls]] = dict
+    """Returns how often a pass of the current step calls layers that it does not call once, by
+    name of the layer or its block."""
     token_order: ContextOrder = "balanced"
     """Which tokens of a sample the ranks of context get, where samples are split here."""
     samples_seen: int = 0
@@ -189,8 +193,11 @@ class ParallelModel:
     def _pass_events(self, flow: ActivationShape) -> list[Event]:
         """Returns the communication of layers and stages for a micro-batch."""
         events: list[Event] = []
+        calls = self.layer_calls()
         for name, leaf in self.communicating_layers.items():
-            events += leaf.events(flow, recomputed=self._is_recomputed(name))
+            times = calls_of(name, calls)
+            events += leaf.forward_events(flow) * int(times.without_grad)
+            events += leaf.events(flow, recomputed=self._is_recomputed(name)) * int(times.with_grad)
         return events + self.pipeline.micro_batch_events(flow)
 
     def _is_recomputed(self, name: str) -> bool:
@@ -283,6 +290,12 @@ def enclosing_block(name: str, blocks: Container[str]) -> str:
         if name in blocks:
             return name
     return ""
+
+
+def calls_of(name: str, calls: Mapping[str, LayerCalls]) -> LayerCalls:
+    """Returns the calls of a layer; those of a block are the calls of its layers."""
+    found = calls.get(name) or calls.get(enclosing_block(name, calls))
+    return found or ONE_CALL
 
 
 def get_parallel_model(model: nn.Module) -> ParallelModel:

@@ -27,7 +27,7 @@ from ranvier.config.plan import AXES, Plan, Recompute
 from ranvier.errors import PlanError, ShardingError
 from ranvier.grid import Grid
 from ranvier.memory.saved_results import SavePolicy
-from ranvier.models import decoder, feed_forward, lora, moe
+from ranvier.models import decoder, feed_forward, lora, moe, recurrent_decoder
 from ranvier.nn.attention import AttentionCore
 from ranvier.nn.block import run_block
 from ranvier.nn.compile import CompiledBlocks
@@ -36,6 +36,7 @@ from ranvier.nn.dora import DoraMagnitude
 from ranvier.nn.dropout import Dropout
 from ranvier.nn.embedding import Embedding
 from ranvier.nn.fused_linear import FusedLinear, GroupedInputLinear
+from ranvier.nn.initial_state import InitialState
 from ranvier.nn.layer import LayerContext, ParallelLayer, StepContext, shard_parameter
 from ranvier.nn.linear import Linear
 from ranvier.nn.lm_head import LMHead
@@ -75,6 +76,7 @@ PARALLEL_LAYERS: dict[type[nn.Module], Callable[..., ParallelLayer]] = {
     decoder.AttentionCore: AttentionCore,
     decoder.LMHead: LMHead,
     decoder.CrossEntropy: CrossEntropy,
+    recurrent_decoder.InitialState: InitialState,
 }
 """Serial layers and their parallel versions. A new layer needs one file and one line here."""
 
@@ -404,6 +406,7 @@ def _build_parallel_model(
         sizes=site.units,
         weight_summaries=shapes,
         recompute_modes=kinds,
+        layer_calls=getattr(model, "layer_calls", dict),
         load_balancer=balance and _keep_local_layers(balance, order, site.bucket_scheduler),
     )
 

@@ -12,10 +12,20 @@ from torch import Tensor, nn
 from ranvier.comm import collectives
 from ranvier.data.batch import SampleBatch
 from ranvier.errors import PlanError
+from ranvier.models.recurrent_decoder import RecurrentDecoder
 from ranvier.optim.optimizer import Optimizer
 from ranvier.parallel.parallel_model import ParallelModel, get_parallel_model
 from ranvier.parallel.parallelize import check_input_parts
 from ranvier.pipeline.step import MicroBatch
+
+
+def begin_model_step(model: nn.Module, step: int) -> None:
+    """Lets a model draw what it draws once per step: a recurrent one the number of its iterations.
+
+    step: number of the step in its run. Without this call a model keeps what it drew last.
+    """
+    if isinstance(model, RecurrentDecoder):
+        model.begin_step(get_parallel_model(model).step_context.seed, step)
 
 
 def forward_backward(

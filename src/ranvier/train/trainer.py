@@ -67,7 +67,7 @@ from ranvier.train.report import moe
 from ranvier.train.resolve import ResolveContext, resolve_run
 from ranvier.train.resume.checkpointer import Checkpointer
 from ranvier.train.state import TrainState
-from ranvier.train.step import StepResult, evaluate, train_step
+from ranvier.train.step import StepResult, begin_model_step, evaluate, train_step
 
 
 @contextmanager
@@ -360,6 +360,7 @@ class Trainer:
         if run.plan.cuda_graph:
             self.checkpointer.wait_for_copies()
         state.guard.update_limit(state.step)
+        begin_model_step(state.model, state.step)
         taken = self.take_step(on_device, lr, state.guard.step_limits, *self._pass_wrapper())
         if scale is None:
             factor = torch.full_like(taken.loss, math.nan)
@@ -451,6 +452,7 @@ class Trainer:
         batches = [batch.to(self.device) for batch in self._batch_maker()(step)]
         scaler = self.state.optimizer.grad_scaler
         scale = None if scaler is None else scaler.scale
+        begin_model_step(self.state.model, step)
         name = find_first_nonfinite(self.state.model, batches, scale)
         if name:
             cause = f"The first non-finite tensor is {name}"
