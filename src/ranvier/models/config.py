@@ -500,7 +500,7 @@ def _build_recurrent(
 ) -> DecoderConfig:
     """Returns the config of a recurrent model with these numbers of layers."""
     parts = {"prelude_layers": prelude, "core_layers": core, "coda_layers": coda}
-    scales = {"embed_scale": math.sqrt(embed), "init_std": math.sqrt(2 / (5 * embed))}
+    scales = {"embed_scale": embed**0.5, "init_std": math.sqrt(2 / (5 * embed))}
     return _build_size(
         prelude + core + coda, embed, heads, mlp, **{**_HUGINN, **parts, **scales, **rest}
     )

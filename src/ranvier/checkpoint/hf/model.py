@@ -24,7 +24,13 @@ from ranvier.checkpoint import rank_file
 from ranvier.checkpoint.rank_file import FileLayout
 from ranvier.errors import CheckpointError, DamageError, PlanError, UnsafeInputError
 from ranvier.models.config import DecoderConfig
-from ranvier.models.hf.family import Family, TensorMapping, UnsupportedModelError, parameter_shapes
+from ranvier.models.hf.family import (
+    Family,
+    TensorMapping,
+    UnsupportedModelError,
+    parameter_shapes,
+    rotary_halves,
+)
 from ranvier.models.hf.registry import find_family
 from ranvier.sharding import Shard, ShardedStateDict
 from ranvier.system import safe_files
@@ -36,7 +42,7 @@ ByteProgress = Callable[[int, int], None]
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-IGNORED_SUFFIXES = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+IGNORED_SUFFIXES = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq", "freqs_cis")
 """Suffixes of tensors that are not weights: masks and tables of older versions."""
 
 
@@ -94,6 +100,8 @@ class RowSlice:
     num_rows: int
     start: int = 0
     """Offset in the published tensor, along the entry's `concat_dim`."""
+    rotary_dim: int = 0
+    """Elements of a head whose rotary pairs are stored as neighbours; 0 if they are not."""
 
     def take_rows(self, theirs: Tensor, shape: Sequence[int]) -> Tensor:
         """Our rows `[rows, ...]` as a view. shape: shape of our tensor."""
@@ -106,7 +114,12 @@ class RowSlice:
             theirs = theirs.narrow(0, self.first_row, self.num_rows)
         if entry.is_transposed:
             theirs = theirs.T
-        return theirs.narrow(entry.concat_dim, self.start, shape[entry.concat_dim])
+        if entry.stored_shape:
+            theirs = theirs.flatten()
+        rows = theirs.narrow(entry.concat_dim, self.start, shape[entry.concat_dim])
+        if self.rotary_dim:
+            return rotary_halves(rows, self.rotary_dim)
+        return rows
 
 
 @dataclass
@@ -228,12 +241,12 @@ class PublishedModel:
                 pieces = found.setdefault(name, [])
                 if entry.expert_index >= 0:
                     pieces.append(RowSlice(entry, entry.expert_index, 1))
-                elif entry.concat_dim == 1:
+                elif entry.concat_dim == 1 and len(self.shapes[name]) > 2:
                     # Fused experts are stored one after the other; only a single expert's rows are
                     # contiguous.
                     pieces += [RowSlice(entry, row, 1, start) for row in range(rows)]
                 else:
-                    pieces.append(RowSlice(entry, 0, rows, start))
+                    pieces.append(RowSlice(entry, 0, rows, start, entry.rotary_dim(name)))
                 # Packed tensors (q, k, v) follow each other along the concatenated dim.
                 start += self.shapes[name][entry.concat_dim]
         return found

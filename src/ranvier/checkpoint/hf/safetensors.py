@@ -21,7 +21,7 @@ from ranvier.checkpoint import checksummed_file
 from ranvier.checkpoint.hf.model import INDEX_FILE, ByteProgress
 from ranvier.checkpoint.manifest import DTYPE_NAMES
 from ranvier.errors import PlanError
-from ranvier.models.hf.family import TensorMapping
+from ranvier.models.hf.family import TensorMapping, rotary_neighbours
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,11 @@ def _source_parts(read: Any, held: dict[str, Tensor], entry: TensorMapping) -> l
     # Experts of one tensor are consecutive entries, so that a cache of one tensor is enough.
     if entry.expert_index < 0:
         held.clear()
-        return [read(name) for name in entry.our_names]
+        parts = {name: read(name) for name in entry.our_names}
+        return [
+            rotary_neighbours(part, entry.rotary_dim(name)) if entry.rotary_dim(name) else part
+            for name, part in parts.items()
+        ]
     (name,) = entry.our_names
     if name not in held:
         held.clear()

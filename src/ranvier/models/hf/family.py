@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from ranvier.models.config import SIZE_LIMITS, DecoderConfig
 from ranvier.models.decoder import Decoder
@@ -27,6 +28,7 @@ from ranvier.models.hf.family_rope import (
     write_rope,
     write_window,
 )
+from ranvier.models.recurrent_decoder import RecurrentDecoder
 
 WIDTH_SETTINGS = ("mlp", "expert_mlp", "dense_first_layers", "moe_layer_interval")
 """Settings with several combinations that describe the same layers."""
@@ -113,15 +115,36 @@ class TensorMapping:
     """The only expert that it contains; -1 for all."""
     concat_dim: int = 0
     """Dim along which our tensors are concatenated; 1 if dim 0 is the expert."""
+    rotary_dims: tuple[int, ...] = ()
+    """For each of our tensors the elements of a head, if their rotary pairs are neighbours
+    (2i, 2i + 1) where ours are halves (i, i + k/2), or 0; empty if the order is the same."""
+    stored_shape: tuple[int, ...] = ()
+    """Shape in which the concatenated tensors are stored, if it is another one."""
+
+    def rotary_dim(self, name: str) -> int:
+        """Returns the elements of a head of one of our tensors that is reordered; otherwise 0."""
+        return dict(zip(self.our_names, self.rotary_dims, strict=False)).get(name, 0)
 
     def compute_shape(self, ours: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
         """Returns the shape of their tensor from the shapes of ours."""
+        if self.stored_shape:
+            return self.stored_shape
         parts = [ours[name] for name in self.our_names]
         if self.expert_index >= 0:
             return parts[0][1:]
         whole = list(parts[0])
         whole[self.concat_dim] = sum(one[self.concat_dim] for one in parts)
         return tuple(whole[::-1] if self.is_transposed else whole)
+
+
+def rotary_halves(x: Tensor, head_dim: int) -> Tensor:
+    """Reorders the rows of each head from neighbouring pairs to halves; x: `[h·k, ...]`."""
+    return x.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
+
+
+def rotary_neighbours(x: Tensor, head_dim: int) -> Tensor:
+    """Reorders the rows of each head from halves to neighbouring pairs; x: `[h·k, ...]`."""
+    return x.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,8 +202,8 @@ class Family:
         for key, name in self.config_keys.items():
             ours[name] = theirs.get(key)
         # Sizes first, as defaults of other keys depend on heads and embed.
-        heads = ours["heads"] = _read_size(theirs, self._hf_key("heads"), "heads", problems)
-        embed = ours["embed"] = _read_size(theirs, self._hf_key("embed"), "embed", problems)
+        heads = ours["heads"] = read_size(theirs, self._hf_key("heads"), "heads", problems)
+        embed = ours["embed"] = read_size(theirs, self._hf_key("embed"), "embed", problems)
         if ours.get("kv_heads") is None:
             ours["kv_heads"] = heads
         if ours.get("head_dim") is None:
@@ -197,7 +220,7 @@ class Family:
         if ours.get("mlp") is None:
             ours["mlp"] = 4 * embed
         for name in ("layers", "kv_heads", "head_dim", "mlp", "vocab", "max_seq"):
-            ours[name] = _read_size(
+            ours[name] = read_size(
                 {self._hf_key(name): ours[name]}, self._hf_key(name), name, problems
             )
         # Windows and experts are checked per layer, which needs a valid number of layers.
@@ -381,7 +404,7 @@ class Family:
         found: dict[str, Any] = {}
         for name in ("experts", "experts_per_token", "expert_mlp"):
             if name in ours:
-                found[name] = _read_size(theirs, self._hf_key(name), name, problems)
+                found[name] = read_size(theirs, self._hf_key(name), name, problems)
         if "router_norm" not in self.fixed_settings:
             found["router_norm"] = _read_flag(theirs, self._hf_key("router_norm"), problems)
         found["aux_loss_coeff"] = _read_nonnegative(
@@ -490,6 +513,9 @@ assert set(HF_ACTIVATIONS.values()) <= set(UNGATED_FUNCTIONS) and set(
 def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of all parameters of a decoder by name; a tied parameter appears once."""
     found: dict[str, tuple[int, ...]] = {}
+    if config.is_recurrent:
+        with torch.device("meta"):
+            return {n: tuple(p.shape) for n, p in RecurrentDecoder(config).named_parameters()}
     # One dense and one MoE block on the meta device represent all blocks: a config from a file may
     # have up to 10,000 layers.
     for mixed in (False, True):
@@ -511,7 +537,7 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def _read_size(theirs: HFConfig, key: str, name: str, problems: list[str]) -> int:
+def read_size(theirs: HFConfig, key: str, name: str, problems: list[str]) -> int:
     """Returns a size within its limit. name: our setting, which determines the limit."""
     value = theirs.get(key)
     most = SIZE_LIMITS[name]

@@ -7,6 +7,7 @@ from typing import Any
 from ranvier.models.config import DecoderConfig
 from ranvier.models.hf.family import Family, UnsupportedModelError
 from ranvier.models.hf.family_rope import HFConfig, describe_bad_key
+from ranvier.models.hf.huginn import HUGINN
 
 _LAYER_PREFIX = "model.layers.{i}."
 _ATTENTION = {
@@ -371,6 +372,7 @@ _FAMILIES = (
         is_transposed=True,
         body_prefix="transformer.",
     ),
+    HUGINN,
 )
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _FAMILIES}
 """Families by model_type. A new family needs one entry above."""
