@@ -39,6 +39,12 @@ def resolve_inference_plan(
 
     me: this process, if a launcher has started it.
     """
+    if model.is_recurrent:
+        raise PlanError(
+            f"A model with core_layers={model.core_layers} cannot be served yet. The cache of an "
+            "engine has one place for each layer and token, but a recurrent core needs one for "
+            "each iteration. Call the model directly, or evaluate it with `ranvier train`."
+        )
     wanted = options.plan
     if me is not None:
         if options.nproc not in (0, me.world_size):

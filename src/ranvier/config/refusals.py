@@ -120,6 +120,10 @@ def _setting_against_chunks(run: RunConfig) -> str:
     return ""
 
 
+def _is_recurrent(run: RunConfig) -> bool:
+    return isinstance(run.model, DecoderConfig) and run.model.is_recurrent
+
+
 PRUNING_SCHEDULE = (
     "prune.update_interval={prune.update_interval}, prune.final_step={prune.final_step}"
 )
@@ -154,6 +158,37 @@ REFUSALS: tuple[Refusal, ...] = (
         "Chunks need a decoder that treats all tokens alike: no experts and no dropout",
         "Use plan.token_chunk=0",
         lambda run: {"setting": _setting_against_chunks(run)},
+    ),
+    Refusal(
+        lambda run: _is_recurrent(run) and run.plan.pipe > 1,
+        "plan.pipe={plan.pipe} with model.core_layers={model.core_layers}",
+        "The recurrent core of a model cannot be split into stages",
+        "Use plan.pipe=1",
+    ),
+    Refusal(
+        lambda run: _is_recurrent(run) and run.plan.cuda_graph,
+        "plan.cuda_graph=True with model.core_layers={model.core_layers}",
+        "A CUDA graph repeats the same work in each step, but the iterations of a recurrent core "
+        "are drawn for each",
+        "Use plan.cuda_graph=False",
+    ),
+    Refusal(
+        lambda run: (
+            _is_recurrent(run) and run.plan.compile == "on" and run.plan.gather_ranks not in (0, 1)
+        ),
+        "plan.compile='on' with model.core_layers={model.core_layers} and weights that are split "
+        "over {ranks} ranks",
+        "A compiled block gathers its weights in each call, and a recurrent core is called in each "
+        "iteration",
+        "Use plan.compile='off'",
+        lambda run: {"ranks": run.plan.gather_ranks},
+    ),
+    Refusal(
+        lambda run: _is_recurrent(run) and bool(run.lora.rank or run.lora.init_from),
+        "lora.rank={lora.rank}, lora.init_from={lora.init_from!r} with "
+        "model.core_layers={model.core_layers}",
+        "Adapters are not defined for layers that run several times",
+        "Use lora.rank=0 without lora.init_from to train all weights",
     ),
     Refusal(
         lambda run: run.optim.lr == 0.0,

@@ -99,8 +99,9 @@ class DecoderModelConfig(DecoderConfig, ModelConfig):
     size: str = "tiny"
     """Named model size, such as tiny, gpt2, llama3-1b or mixtral-8x7b. Dense models are tiny, gpt2,
     llama3-1b, llama3-8b, llama3-70b, llama3-405b, qwen3-0.6b and qwen3-8b. Mixtures of experts are
-    moe-tiny, mixtral-8x7b, qwen3-30b-a3b, deepseek-moe-16b and ted-6.7b-16e. `imported` is set by
-    `ranvier import`."""
+    moe-tiny, mixtral-8x7b, qwen3-30b-a3b, deepseek-moe-16b and ted-6.7b-16e. Models with recurrent
+    depth are recurrent-tiny, recurrent-0.5b and huginn-3.5b. `imported` is set by `ranvier
+    import`."""
 
     @property
     def num_parameters(self) -> int:
@@ -128,7 +129,9 @@ class DecoderModelConfig(DecoderConfig, ModelConfig):
         else:
             places = 0
         dense = (self.layers - mixed) * hidden * self.mlp
-        return self.layers * attention + dense + mixed * mixture + words + places
+        # A recurrent core reads its state and the prelude, through one matrix each.
+        adapters = 2 * self.embed**2 if self.is_recurrent else 0
+        return self.layers * attention + dense + mixed * mixture + words + places + adapters
 
     @property
     def sequence_limit(self) -> int:

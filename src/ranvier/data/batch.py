@@ -164,13 +164,14 @@ class Batch(SampleBatch):
         targets = torch.randint(0, vocab, shape, generator=drawn)
         targets[torch.rand(shape, generator=drawn) < 0.2] = IGNORE_INDEX
         if not run.data.document_mask:
-            return cls(tokens, targets)
+            return cls(tokens, targets, samples=torch.arange(shape[0]))
         starts = torch.rand(shape, generator=drawn) < 0.25
         starts[:, 0] = True
         index = torch.arange(shape[1]).expand(shape)
         # Position within the document: distance to the latest document start.
         positions = index - torch.where(starts, index, 0).cummax(1).values
-        return cls(tokens, targets, positions, starts.long().cumsum(1))
+        documents = starts.long().cumsum(1)
+        return cls(tokens, targets, positions, documents, samples=torch.arange(shape[0]))
 
     @classmethod
     def from_windows(cls, windows: Sequence[Window], *, packed: bool) -> Self:

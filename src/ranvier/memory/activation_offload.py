@@ -257,9 +257,13 @@ class ActivationOffload:
     def _begin_call(self, name: str) -> _BlockCall:
         """Returns a new call; calls of consecutive blocks belong to one pass."""
         path, number = _block_position(name)
-        if self._previous_call is not None and _block_position(self._previous_call.name) == (
-            path,
-            number - 1,
+        following = [(path, number - 1)]
+        # A recurrent core is called several times; a single block is called once in each pass.
+        if len(self.blocks) > 1:
+            following.append((path, number))
+        if (
+            self._previous_call is not None
+            and _block_position(self._previous_call.name) in following
         ):
             return _BlockCall(name, self._previous_call)
         # A new pass begins. Storages of weights may have moved since the last pass, and addresses

@@ -69,7 +69,8 @@ def expected_calls(mean_recurrence: int, backprop_depth: int) -> LayerCalls:
         log_rate = math.log(mean_recurrence) - LOG_NORMAL_SIGMA**2 / 2.0 + LOG_NORMAL_SIGMA * z
         with_grad += weight * _expected_minimum(log_rate, backprop_depth)
         weights += weight
-    with_grad /= weights
+    # Rounded, as stored lists of layers must not depend on the last bit of a math library.
+    with_grad = round(with_grad / weights, 6)
     return LayerCalls(mean_recurrence + 1 - with_grad, with_grad)
 
 

@@ -26,7 +26,7 @@ from ranvier.errors import PlanError
 from ranvier.models.config import DecoderConfig
 from ranvier.models.decoder import Decoder, build_block
 from ranvier.models.document_attention import Documents, TokenLayout
-from ranvier.models.recurrence import LOG_NORMAL_SIGMA, LayerCalls, Recurrence
+from ranvier.models.recurrence import LOG_NORMAL_SIGMA, LayerCalls, Recurrence, expected_calls
 
 INITIAL_STD = math.sqrt(2 / 5)
 INITIAL_LIMIT = 3.0
@@ -175,6 +175,12 @@ class RecurrentDecoder(Decoder):
         The name of a block stands for all of its layers.
         """
         return {self.core_name: self.recurrence.calls, "norm": LayerCalls(with_grad=2)}
+
+    def mean_layer_calls(self) -> dict[str, LayerCalls]:
+        """Returns the same as `layer_calls`, on average over training steps."""
+        config = self.config
+        calls = expected_calls(config.mean_recurrence, config.backprop_depth)
+        return {**self.layer_calls(), self.core_name: calls}
 
     def forward(
         self,

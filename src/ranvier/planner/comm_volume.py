@@ -67,7 +67,8 @@ class CommVolume(NamedTuple):
     axis: tuple[str, ...]
     bytes: int
     """Bytes of the whole (gathered or reduced) tensor of each communication."""
-    count: int  # type: ignore[assignment]
+    count: float  # type: ignore[assignment]
+    """A mean over steps if a part runs a random number of times."""
     where: str = ""
 
 
@@ -81,7 +82,7 @@ class StepCommVolume:
         """Returns the bytes by operation and axis."""
         total: Counter[tuple[str, tuple[str, ...]]] = Counter()
         for row in self.rows:
-            total[row.op, row.axis] += row.bytes * row.count
+            total[row.op, row.axis] += round(row.bytes * row.count)
         return dict(total)
 
     def volumes_of_phases(self, *phases: CommPhase) -> list[CommVolume]:
@@ -181,7 +182,8 @@ def _pass_events(
     model: ModelSpec, part: BlockSpec, spot: ShardingKey, flow: ActivationShape
 ) -> tuple[tuple[Event, ...], tuple[Event, ...]]:
     """Returns the communication of a part in forward and backward per micro-batch."""
-    layers = build_layers(model, part, spot)
+    both = zip(part.layers, build_layers(model, part, spot), strict=True)
+    layers = [layer for leaf, layer in both for _ in range(leaf.calls)]
     forward = tuple(event for layer in layers for event in layer.forward_events(flow))
     return forward, tuple(event for layer in layers for event in layer.backward_events(flow))
 
@@ -190,8 +192,9 @@ def _pass_events(
 def forward_flops(
     model: ModelSpec, part: BlockSpec, spot: ShardingKey, flow: ActivationShape
 ) -> int:
-    """Returns the FLOPs of the forward pass of one such part."""
-    return sum(layer.flops(flow) for layer in build_layers(model, part, spot))
+    """Returns the FLOPs of all forward passes of one such part."""
+    once = sum(layer.flops(flow) for layer in build_layers(model, part, spot))
+    return round(once * part.calls.total)
 
 
 @lru_cache(CACHE_SIZE)
@@ -525,7 +528,7 @@ def element_sizes(flow: ActivationShape) -> ElementSizes:
 
 
 def _count_events(
-    part: str, phase: CommPhase, events: Sequence[Event], times: int
+    part: str, phase: CommPhase, events: Sequence[Event], times: float
 ) -> list[CommVolume]:
     """Returns events that occur `times` times, with equal ones merged."""
     counts = Counter((event.op, event.axis, event.bytes, event.where) for event in events)
@@ -564,10 +567,11 @@ def pass_volumes(
     again = tuple(event for event in forward if event.axis != ("context",))
     if not part.is_block:
         again = ()
+    calls = part.calls
     return (
-        *_count_events(part.name, "forward", forward, 1),
-        *_count_events(part.name, "recompute", again, 1),
-        *_count_events(part.name, "backward", backward, 1),
+        *_count_events(part.name, "forward", forward, calls.total),
+        *_count_events(part.name, "recompute", again, calls.with_grad),
+        *_count_events(part.name, "backward", backward, calls.with_grad),
     )
 
 

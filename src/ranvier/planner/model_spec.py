@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, astuple, dataclass, field, fields, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,6 +23,7 @@ from ranvier.cost import layers
 from ranvier.cost import linear as products
 from ranvier.cost.layers import LayerCost, LayoutContext
 from ranvier.errors import PlanError
+from ranvier.models.recurrence import ONE_CALL, LayerCalls
 from ranvier.sharding import Dim, Sharding, dim_name, matrix_dims
 
 if TYPE_CHECKING:
@@ -82,6 +84,8 @@ class LayerSpec:
     """Whether choices beyond the capacity of an expert are dropped."""
     has_aux_loss: bool = True
     """Whether an auxiliary loss depends on the choices of whole sequences."""
+    calls: int = 1
+    """How often its part calls it: 2 for the norm of a recurrent model."""
 
     @property
     def num_parameters(self) -> int:
@@ -225,6 +229,8 @@ class BlockSpec:
     layers: tuple[LayerSpec, ...]
     block_indices: tuple[int, ...] = ()
     """Indices of the model's blocks of this kind, from 0; empty if it is not a block."""
+    calls: LayerCalls = ONE_CALL
+    """How often a pass runs it, on average over training steps: a recurrent core several times."""
 
     @property
     def is_block(self) -> bool:
@@ -240,6 +246,18 @@ class BlockSpec:
     def num_expert_parameters(self) -> int:
         """Number of its parameters that belong to experts."""
         return sum(leaf.num_expert_parameters for leaf in self.layers)
+
+    @cached_property
+    def inner_blocks(self) -> tuple[BlockSpec, ...]:
+        """The layers of a recurrent core as blocks; empty for other parts."""
+        found: dict[str, list[LayerSpec]] = {}
+        for leaf in self.layers:
+            # A core has a container of layers, `layers.0`, `layers.1`, ...
+            name = re.match(r"layers\.\d+\.", leaf.name)
+            if name:
+                inner = replace(leaf, name=leaf.name.removeprefix(name.group()))
+                found.setdefault(name.group(), []).append(inner)
+        return tuple(replace(self, layers=tuple(some), calls=ONE_CALL) for some in found.values())
 
     def layers_of_kind(self, *kinds: LayerKind) -> list[LayerSpec]:
         """Returns its layers of these kinds."""
@@ -283,6 +301,11 @@ class ModelSpec:
         return sum(part.count * sum(map(_count_trainable, part.layers)) for part in self.parts)
 
     @property
+    def is_recurrent(self) -> bool:
+        """Whether a pass runs a block several times."""
+        return any(part.calls != ONE_CALL for part in self.parts)
+
+    @property
     def head_dim(self) -> int:
         """Elements per head."""
         return next(
@@ -301,6 +324,7 @@ class ModelSpec:
                 "name": part.name,
                 "leaves": [_layer_to_dict(leaf) for leaf in part.layers],
                 **({"numbers": _to_ranges(part.block_indices)} if part.block_indices else {}),
+                **({"calls": astuple(part.calls)} if part.calls != ONE_CALL else {}),
             }
             for part in self.parts
         ]
@@ -314,7 +338,8 @@ class ModelSpec:
         for part in facts["parts"]:
             numbers = tuple(n for a, b in part.get("numbers", ()) for n in range(a, b))
             found = tuple(_layer_from_dict(leaf) for leaf in part["leaves"])
-            parts.append(BlockSpec(part["name"], len(numbers) or 1, found, numbers))
+            calls = LayerCalls(*part.get("calls", astuple(ONE_CALL)))
+            parts.append(BlockSpec(part["name"], len(numbers) or 1, found, numbers, calls))
         units = facts["units"]
         traits = facts["traits"]
         return cls(facts["name"], tuple(parts), units, facts["blocks"], traits)

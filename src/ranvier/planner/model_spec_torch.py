@@ -13,6 +13,7 @@ from ranvier.config.kinds import find_kind
 from ranvier.config.sections import ModelConfig
 from ranvier.grid import Grid
 from ranvier.models.config import AdapterConfig
+from ranvier.models.recurrence import ONE_CALL, LayerCalls
 from ranvier.nn.attention import AttentionCore
 from ranvier.nn.cross_entropy import CrossEntropy
 from ranvier.nn.dora import DoraMagnitude
@@ -45,6 +46,7 @@ def build_module_spec(model: nn.Module) -> ModelSpec:
     children = {n for n in parallel.layers if n.rpartition(".")[0] in together}
     outside: tuple[list[LayerSpec], list[LayerSpec]] = ([], [])
     blocks: dict[str, list[LayerSpec]] = {name: [] for name in parallel.blocks}
+    calls: Mapping[str, LayerCalls] = getattr(model, "mean_layer_calls", dict)()
     for name, leaf in parallel.layers.items():
         if name in children:
             continue
@@ -52,6 +54,8 @@ def build_module_spec(model: nn.Module) -> ModelSpec:
         found = _layer_spec(name, leaf, parallel.layers)
         if found is None:
             continue
+        if name in calls:
+            found = replace(found, calls=int(calls[name].total))
         # Layers outside of blocks belong to the exit if a block precedes them, otherwise to the
         # entry.
         if block:
@@ -59,12 +63,12 @@ def build_module_spec(model: nn.Module) -> ModelSpec:
         else:
             outside[any(blocks.values())].append(found)
     # Blocks with equal layers are one kind.
-    kinds: dict[tuple[LayerSpec, ...], list[int]] = {}
-    for number, leaves in enumerate(blocks.values()):
-        kinds.setdefault(tuple(leaves), []).append(number)
+    kinds: dict[tuple[tuple[LayerSpec, ...], LayerCalls], list[int]] = {}
+    for number, (name, leaves) in enumerate(blocks.items()):
+        kinds.setdefault((tuple(leaves), calls.get(name, ONE_CALL)), []).append(number)
     middle = [
-        BlockSpec(f"block{f' {i}' if i else ''}", len(numbers), leaves, tuple(numbers))
-        for i, (leaves, numbers) in enumerate(kinds.items())
+        BlockSpec(f"block{f' {i}' if i else ''}", len(numbers), leaves, tuple(numbers), often)
+        for i, ((leaves, often), numbers) in enumerate(kinds.items())
     ]
     parts = (BlockSpec(ENTRY, 1, tuple(outside[0])), *middle, BlockSpec(EXIT, 1, tuple(outside[1])))
     path = next(iter(blocks), "").rpartition(".")[0]

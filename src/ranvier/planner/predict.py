@@ -356,15 +356,15 @@ def model_flops(model: ModelSpec, seq: int, documents: DocumentLengths | None = 
     setup = ComputeContext(samples=1, seq=seq)
     total = 0.0
     for part in model.parts:
-        total += part.count * sum(
-            6.0 * out * into for out, into in compute.matmul_shapes(part, setup)
-        )
+        # Of three matmuls one is in forward and two are in backward.
+        often = part.count * (part.calls.total + 2 * part.calls.with_grad) / 3
+        total += often * sum(6.0 * out * into for out, into in compute.matmul_shapes(part, setup))
         for leaf in part.layers_of_kind("attention"):
             heads = compute.local_heads(part, leaf, setup)
             # Mean number of visible keys per query under a causal mask with an optional window.
             seen = min(leaf.window or seq, seq)
             share = documents.score_share(leaf.window) if documents else 1.0
-            total += part.count * 12.0 * heads * leaf.head_dim * seen * (1 - seen / seq / 2) * share
+            total += often * 12.0 * heads * leaf.head_dim * seen * (1 - seen / seq / 2) * share
     return total
 
 
@@ -377,15 +377,17 @@ def _recompute_seconds(
     """
     if recompute == "full":
         saved = times.attention if keeps_attention else 0.0
-        return times.forward - times.recompute_savings - saved
-    if recompute != "selective":
+        found = times.forward - times.recompute_savings - saved
+    elif recompute != "selective":
         return 0.0
     # Every other matmul is recomputed (see `FrameworkProfile.selective_recompute`).
-    if runtime.selective_recompute == "half":
-        return times.matmuls / 2 + times.elementwise
-    if runtime.selective_recompute == "small":
-        return times.elementwise
-    return times.attention
+    elif runtime.selective_recompute == "half":
+        found = times.matmuls / 2 + times.elementwise
+    elif runtime.selective_recompute == "small":
+        found = times.elementwise
+    else:
+        found = times.attention
+    return found * times.grad_share
 
 
 @lru_cache(maxsize=50_000)

@@ -159,7 +159,9 @@ class SearchRequest:
         # A given degree is honoured even if it is useless.
         whole = self.dim_sizes.get("expert") or "expert" in self.fixed_degrees
         long = len(self.context_degrees) > 1 or "context" in self.fixed_degrees
-        useful = {"expert": bool(whole), "context": long}
+        # The core of a recurrent model cannot be split into stages.
+        staged = not self.workload.model.is_recurrent or "pipe" in self.fixed_degrees
+        useful = {"expert": bool(whole), "context": long, "pipe": staged}
         return tuple(axis for axis in AXES if useful.get(axis, True))
 
     @cached_property
@@ -311,6 +313,8 @@ def _count_factorisations(wish: SearchRequest) -> int:
 
 def is_allowed(wish: SearchRequest, plan: Plan) -> bool:
     """Returns whether the rules of `Plan` allow a plan and its stage starts match its stages."""
+    if plan.pipe > 1 and wish.workload.model.is_recurrent:
+        return False
     if plan.stage_starts and len(plan.stage_starts) + 1 != plan.pipe * plan.virtual_stages:
         return False
     return next(plan.find_problems(wish.dim_sizes, wish.world_size), None) is None
@@ -518,6 +522,8 @@ def _choose_compile(wish: SearchRequest, plan: Plan) -> Plan:
     able = wish.allows_compile and plan.compile == "auto" and not wish.cluster.cores
     # Compiled blocks over context are not priced.
     able &= plan.context == 1
+    # A compiled recurrent core would gather its weights in each iteration.
+    able &= plan.gather_ranks == 1 or not wish.workload.model.is_recurrent
     if not able or not split or given == wish.world_size:
         return plan
     graph = replace(plan, compile="on")

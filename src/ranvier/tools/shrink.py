@@ -78,9 +78,10 @@ def shrink_decoder(run: RunConfig, sizes: ShrunkSizes) -> DecoderModelConfig:
         model.heads, model.kv_heads, count_parts(WEIGHT_RULE["heads"], plan.degrees), inside
     )
     head_dim = math.lcm(4, sizes.prune_group)
+    depth = _shrink_recurrence(model)
     return replace(
         model,
-        layers=sizes.layers,
+        **({"layers": sizes.layers} | depth),
         embed=round_up(16, sizes.outer_multiple),
         heads=heads,
         kv_heads=kv_heads,
@@ -93,6 +94,22 @@ def shrink_decoder(run: RunConfig, sizes: ShrunkSizes) -> DecoderModelConfig:
         **_shrink_experts(model, plan, sizes),
         **_shrink_positions(model, sizes, head_dim),
     )
+
+
+def _shrink_recurrence(model: DecoderConfig) -> dict[str, Any]:
+    """Returns a prelude, a core and a coda of at most one, two and one layers; empty without."""
+    if not model.is_recurrent:
+        return {}
+    parts = {
+        "prelude_layers": min(model.prelude_layers, 1),
+        "core_layers": min(model.core_layers, 2),
+        "coda_layers": min(model.coda_layers, 1),
+    }
+    depths = {
+        "mean_recurrence": min(model.mean_recurrence, 3),
+        "backprop_depth": min(model.backprop_depth, 2),
+    }
+    return {"layers": sum(parts.values()), **parts, **depths}
 
 
 def _shrink_positions(model: DecoderConfig, sizes: ShrunkSizes, head_dim: int) -> dict[str, Any]:

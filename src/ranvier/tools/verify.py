@@ -41,12 +41,17 @@ from ranvier.sharding import Shard, TokenOrder
 from ranvier.system.terminal import print
 from ranvier.tools.serial_optimizer import build_serial_optimizer, serial_param_groups
 from ranvier.tools.shrink import ShrunkSizes
-from ranvier.tools.verify_run import NOISE_RATIO, SAVED_STEPS, train_and_judge
+from ranvier.tools.verify_run import (
+    NOISE_RATIO,
+    SAVED_STEPS,
+    begin_serial_step,
+    train_and_judge,
+)
 from ranvier.trace import Event, communication_events, diff_events
 from ranvier.train import resolve
 from ranvier.train.collective_algorithms import find_nodes
 from ranvier.train.memory.resolve import build_rule, lr_factors
-from ranvier.train.step import forward_backward
+from ranvier.train.step import begin_model_step, forward_backward
 
 ONE_PASS_LIMIT = 1e-12
 AFTER_STEPS_LIMIT = 1e-9
@@ -138,6 +143,7 @@ class SerialSteps:
         count = batch.count_targets()
         for step in range(COMPARED_STEPS):
             optimizer.zero_grad()
+            begin_serial_step(model, batch, seed=0, step=step)
             loss = model(**batch.model_inputs()) / count
             loss.backward()
             extra = getattr(model, "aux_loss", None)
@@ -309,13 +315,15 @@ def compare_with_serial(
         adamw_factor=run.adamw_peak_lr / run.peak_lr,
     )
     # Only the first step is traced, up to and including its update.
+    begin_model_step(model, 0)
     with grid.trace.record_events() as events:
         losses = [forward_backward(model, micros).item()]
         norms = []
         grads = _local_gradients(parallel)
         norms.append(optimizer.step().item())
         extras = [_mean_aux_loss(parallel, batch)]
-    for _ in range(COMPARED_STEPS - 1):
+    for step in range(1, COMPARED_STEPS):
+        begin_model_step(model, step)
         losses.append(forward_backward(model, micros).item())
         norms.append(optimizer.step().item())
         extras.append(_mean_aux_loss(parallel, batch))
@@ -333,6 +341,8 @@ def compare_with_serial(
         if isinstance(micro, Batch) and isinstance(micro.documents, ContextDocuments)
     ]
     cost = rule.cost(torch.float64) if isinstance(rule, Muon | Jorge) else None
+    # The prediction is for the iterations of the traced step.
+    begin_model_step(model, 0)
     predicted = predict_events(parallel, flow, run.plan.num_micro_batches, orders, cost)
     return findings, diff_events(predicted, events, parallel.data_dependent_layers), events
 

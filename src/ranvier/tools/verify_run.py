@@ -39,6 +39,7 @@ from ranvier.data.loader import load_micro_batches
 from ranvier.data.run_data import data_source
 from ranvier.grid import Grid
 from ranvier.launch import ProcessInfo
+from ranvier.models.recurrent_decoder import RecurrentDecoder
 from ranvier.optim import pruning
 from ranvier.optim.lr_schedule import lr_factor
 from ranvier.parallel.parallel_model import ParallelModel, get_parallel_model
@@ -200,6 +201,14 @@ def _write_start(folder: Path, run: RunConfig) -> None:
 # ---- plain PyTorch ------------------------------------------------------------------------------
 
 
+def begin_serial_step(model: nn.Module, batch: SampleBatch, *, seed: int, step: int) -> None:
+    """Sets what the random numbers of a plain model depend on: those of a recurrent one."""
+    if isinstance(model, RecurrentDecoder):
+        model.begin_step(seed, step)
+        model.initial_state.seed = seed
+        model.initial_state.samples = batch.samples
+
+
 @dataclass
 class SerialRun:
     """The same run in one process of plain PyTorch."""
@@ -301,6 +310,7 @@ class SerialRun:
         for group in optimizer.param_groups:
             group["lr"] = run.peak_lr * part * group["factor"]
         optimizer.zero_grad()
+        begin_serial_step(model, batch, seed=run.train.seed, step=step)
         count = batch.count_targets()
         loss = model(**batch.model_inputs()) / count
         loss.backward()

@@ -6,7 +6,7 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,9 +19,11 @@ from ranvier.comm import collectives
 from ranvier.cost.layers import ActivationShape
 from ranvier.data.step_work import StepWork
 from ranvier.launch import Heartbeat
+from ranvier.models.recurrence import LayerCalls, Recurrence
+from ranvier.models.recurrent_decoder import RecurrentDecoder
 from ranvier.nn.attention import AttentionCore
 from ranvier.nn.linear import Linear
-from ranvier.parallel.parallel_model import ParallelModel
+from ranvier.parallel.parallel_model import ParallelModel, calls_of, get_parallel_model
 from ranvier.train.report import moe, work
 
 PEAK_TFLOPS = {
@@ -68,6 +70,45 @@ def peak_bandwidth(device: torch.device) -> float | None:
     return next((speed * 1e9 for speed in found), None)
 
 
+@dataclass(frozen=True)
+class RecurrentFlops:
+    """FLOPs of the steps of a recurrent model, which depend on the number of iterations."""
+
+    outside: tuple[int, int]
+    """FLOPs of a step without iterations, with causal and with full attention."""
+    forward: tuple[int, int]
+    """FLOPs of one more iteration without gradients."""
+    backward: tuple[int, int]
+    """FLOPs of one more iteration with gradients."""
+
+    @classmethod
+    def from_model(
+        cls, model: RecurrentDecoder, flow: ActivationShape, micro_batches: int
+    ) -> RecurrentFlops:
+        """Returns the FLOPs of a model on this rank."""
+        parallel = get_parallel_model(model)
+
+        def count(without_grad: int, with_grad: int) -> tuple[int, int]:
+            core = {model.core_name: LayerCalls(without_grad, with_grad)}
+            return step_flops(parallel, flow, micro_batches, {**model.layer_calls(), **core})
+
+        outside = count(0, 0)
+        forward, backward = (
+            (some[0] - outside[0], some[1] - outside[1]) for some in (count(1, 0), count(0, 1))
+        )
+        return cls(outside, forward, backward)
+
+    def of_step(self, recurrence: Recurrence) -> tuple[int, int]:
+        """Returns the FLOPs of a step, with causal and with full attention."""
+        causal, full = (
+            outside + recurrence.without_grad * forward + recurrence.with_grad * backward
+            for outside, forward, backward in zip(
+                self.outside, self.forward, self.backward, strict=True
+            )
+        )
+        return causal, full
+
+
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     """Peak FLOP/s of the device in this dtype; None if unknown."""
     if device.type != "cuda" or dtype.itemsize != 2:
@@ -78,18 +119,23 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 def step_flops(
-    parallel: ParallelModel, flow: ActivationShape, micro_batches: int
+    parallel: ParallelModel,
+    flow: ActivationShape,
+    micro_batches: int,
+    calls: Mapping[str, LayerCalls] | None = None,
 ) -> tuple[int, int]:
     """FLOPs of a step on this rank, with causal attention and with full attention.
 
     3 x forward: backward costs two forward passes, or one if the weight is frozen. Recomputation
-    does not count (MFU, not HFU).
+    does not count (MFU, not HFU). calls: of layers that a pass does not call once, as
+    `ParallelModel.layer_calls`.
     Communicates: all-reduce of two numbers over pipe.
     """
-    causal = full = 0
-    for leaf in parallel.layers.values():
+    causal = full = 0.0
+    for name, leaf in parallel.layers.items():
         frozen = isinstance(leaf, Linear) and not leaf.handles["weight"].trainable
-        flops = leaf.flops(flow) * (2 if frozen else 3)
+        times = calls_of(name, calls or {})
+        flops = leaf.flops(flow) * (times.total + times.with_grad * (1 if frozen else 2))
         causal += flops
         # `flops` of attention counts the causal half of the scores.
         full += flops * (2 if isinstance(leaf, AttentionCore) else 1)
@@ -207,6 +253,8 @@ class PendingStep:
     """Skipped updates of the run so far, this step included."""
     work: StepWork | None = None
     """Work of all ranks; None if all have the same."""
+    recurrence: Recurrence | None = None
+    """Iterations of a recurrent core; None without one."""
 
 
 @dataclass
@@ -220,6 +268,8 @@ class Meter:
     peak_flops: float | None
     unit: str = "tokens"
     """What is counted, in the plural."""
+    flops_of_recurrence: Callable[[Recurrence], tuple[int, int]] | None = None
+    """Returns the FLOPs of a step of a recurrent model, of which `flops` is the mean."""
     phases: dict[str, float] = field(default_factory=dict)
     """Seconds by phase."""
     supervised: int = 0
@@ -258,8 +308,11 @@ class Meter:
         self.add_seconds("compute", max(seconds - exposed - under.data_wait_seconds, 0.0))
         self.add_seconds("exposed communication", exposed)
         self.add_seconds("waiting for data", under.data_wait_seconds)
+        flops = self.flops
+        if under.recurrence is not None and self.flops_of_recurrence is not None:
+            flops = self.flops_of_recurrence(under.recurrence)
         causal, full = (
-            None if self.peak_flops is None else f / seconds / self.peak_flops for f in self.flops
+            None if self.peak_flops is None else f / seconds / self.peak_flops for f in flops
         )
         return {
             "step": under.step,
@@ -283,4 +336,5 @@ class Meter:
             **under.evaluation.canary_scores,
             **moe.router_metrics(experts),
             **work.work_metrics(under.work),
+            **({} if under.recurrence is None else {"recurrence": under.recurrence.iterations}),
         }

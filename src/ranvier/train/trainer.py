@@ -26,6 +26,7 @@ from ranvier import trace
 from ranvier.comm import collectives
 from ranvier.comm.consensus import world_axis
 from ranvier.config.resolved_run import ResolvedRun
+from ranvier.config.run import RunConfig
 from ranvier.config.sections import DecoderModelConfig
 from ranvier.cost.layers import ActivationShape
 from ranvier.data.batch import PackedSamples, SampleBatch
@@ -36,6 +37,8 @@ from ranvier.data.step_work import StepWork, WorkCounter
 from ranvier.data.window_assignment import WindowCost
 from ranvier.errors import NumericError
 from ranvier.grid import Grid
+from ranvier.models.config import DecoderConfig
+from ranvier.models.recurrent_decoder import RecurrentDecoder
 from ranvier.optim.lr_schedule import lr_factor
 from ranvier.parallel.parallel_model import get_parallel_model
 from ranvier.pipeline.stage_profile import TIMELINE_FILE
@@ -56,6 +59,7 @@ from ranvier.train.metrics import (
     Evaluation,
     Meter,
     PendingStep,
+    RecurrentFlops,
     finite_or_none,
     peak_flops,
     peak_memory_bytes,
@@ -68,6 +72,18 @@ from ranvier.train.resolve import ResolveContext, resolve_run
 from ranvier.train.resume.checkpointer import Checkpointer
 from ranvier.train.state import TrainState
 from ranvier.train.step import StepResult, begin_model_step, evaluate, train_step
+
+
+def recurrence_notes(run: RunConfig) -> list[str]:
+    """A line if a recurrent model has gradients of all iterations in most steps."""
+    model = run.model
+    if not isinstance(model, DecoderConfig) or model.backprop_depth <= model.mean_recurrence:
+        return []
+    return [
+        f"model.backprop_depth={model.backprop_depth} is above model.mean_recurrence="
+        f"{model.mean_recurrence}: in most steps all iterations have gradients, and memory grows "
+        "with their number."
+    ]
 
 
 @contextmanager
@@ -157,10 +173,15 @@ class Trainer:
         grid.trace.time_waits = True
         # Memory resolution may have changed the micro-batch that was assumed above.
         flow = replace(flow, samples=plan.micro_batch)
-        flops = step_flops(get_parallel_model(model), flow, plan.num_micro_batches)
+        means = getattr(model, "mean_layer_calls", dict)()
+        flops = step_flops(get_parallel_model(model), flow, plan.num_micro_batches, means)
         unit = run.model_kind.unit
         tokens = plan.global_batch * run.data.seq_len
         meter = Meter(tokens, flops, peak_flops(device, dtype), unit)
+        if isinstance(model, RecurrentDecoder):
+            each = RecurrentFlops.from_model(model, flow, plan.num_micro_batches)
+            meter.flops_of_recurrence = each.of_step
+        notes += recurrence_notes(run)
         notes += found.reasons
         state = TrainState(model, optimizer, LossGuard(run.guard, device))
         trainer = cls(run, grid, device, data, state, meter, notes=notes)
@@ -390,6 +411,7 @@ class Trainer:
             loader.take_wait_seconds(),
             awaited,
             work=self.step_work.pop(state.step - 1, None),
+            recurrence=getattr(state.model, "recurrence", None),
         )
 
     def _pass_wrapper(self) -> tuple[Callable[[Callable[[], Tensor]], Tensor], ...]:

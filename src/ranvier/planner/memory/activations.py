@@ -67,6 +67,8 @@ class BlockActivations:
     """Saved by a selective block but not used by recomputation: the result of its last matmul."""
     attention_bytes: int = 0
     """Saved by a fully recomputed block: the result of attention over context."""
+    calls: int = 1
+    """Runs of the block that save activations; all other sizes are those of one run."""
 
     def moments_of_mode(
         self, kind: Recompute, *, keeps: bool = False, last: bool = True
@@ -93,19 +95,20 @@ class BlockActivations:
             left = self.unused_result_bytes
         else:
             left = 0
-        return (
-            self.none - self.input_bytes - (self.saved_bytes(kind, keeps=keeps) - self.full - left)
-        )
+        once = self.saved_bytes(kind, keeps=keeps) // self.calls
+        return self.none - self.input_bytes - (once - self.full - left)
 
     def saved_bytes(self, kind: Recompute, *, keeps: bool = False) -> int:
         """Returns the bytes saved by a block with a recompute mode. keeps: with results of
         collectives.
         """
         if kind == "none":
-            return self.none
-        if kind == "selective":
-            return self.selective + (self.saved_collectives[0] if keeps else 0)
-        return self.full + self.attention_bytes + (self.saved_collectives[1] if keeps else 0)
+            once = self.none
+        elif kind == "selective":
+            once = self.selective + (self.saved_collectives[0] if keeps else 0)
+        else:
+            once = self.full + self.attention_bytes + (self.saved_collectives[1] if keeps else 0)
+        return once * self.calls
 
 
 @lru_cache(CACHE_SIZE)
@@ -122,6 +125,8 @@ def block_activations(
     compiled: norms save their input in its own dtype, a gate is recomputed, and the result of the
     last matmul, which backward does not read, is not saved. fp8: matmuls of a graph are in 8 bits.
     """
+    if part.inner_blocks:
+        return _core_activations(model, part, spot, flow, compiled, fp8)
     pairs = [*zip(part.layers, build_layers(model, part, spot), strict=True)]
     item = flow.itemsize
     stream = stream_bytes(model, spot, flow)
@@ -188,6 +193,46 @@ def block_activations(
         input_bytes=stream if first and item >= STATISTICS_BYTES and not compiled else 0,
         unused_result_bytes=0 if compiled else result,
         attention_bytes=attended if _splits_context(spot) else 0,
+    )
+
+
+def _core_activations(
+    model: ModelSpec,
+    part: BlockSpec,
+    spot: ShardingKey,
+    flow: ActivationShape,
+    compiled: bool,
+    fp8: Fp8Scaling,
+) -> BlockActivations:
+    """Returns the activations of a recurrent core: those of its layers, and of several runs."""
+    inner = [block_activations(model, one, spot, flow, compiled, fp8) for one in part.inner_blocks]
+    first = inner[0]
+    last = inner[-1]
+    stream = stream_bytes(model, spot, flow)
+    # The gradients of earlier iterations are complete, whichever layer runs backward.
+    elements = sum(
+        matrix_elements(layer)
+        for layer in build_layers(model, part, spot)
+        if isinstance(layer, LinearCost)
+    )
+    return BlockActivations(
+        # The adapter saves the state.
+        sum(one.none for one in inner) + stream,
+        stream + sum(one.selective for one in inner),
+        stream,
+        (
+            sum(one.saved_collectives[0] for one in inner),
+            sum(one.saved_collectives[1] for one in inner),
+        ),
+        tuple((size, elements) for size, _ in last.backward_moments),
+        last.recompute_moment,
+        last.picked_features_bytes,
+        last.deferred_moment,
+        entry_bytes=first.entry_bytes,
+        input_bytes=0,
+        unused_result_bytes=last.unused_result_bytes,
+        attention_bytes=sum(one.attention_bytes for one in inner),
+        calls=math.ceil(part.calls.with_grad),
     )
 
 

@@ -107,10 +107,12 @@ class RankMemory:
             for layer in build_layers(self.model, part, spot):
                 frozen = isinstance(layer, LinearCost) and not layer.has_trainable_weight
                 flops = count * layer.flops(flow)
-                forward += flops
-                backward += flops * (1 if frozen else 2)
+                ahead = round(flops * part.calls.total)
+                back = round(flops * (1 if frozen else 2) * part.calls.with_grad)
+                forward += ahead
+                backward += back
                 # Only the work inside of blocks can be recomputed.
-                inside += flops * (2 if frozen else 3) * part.is_block
+                inside += (ahead + back) * part.is_block
         blocks = inside / max(forward + backward, 1)
         return StepWork(forward // share, backward // share, blocks, share, self.seq)
 

@@ -25,6 +25,9 @@ from ranvier.planner.model_spec import BlockSpec, LayerSpec, ModelSpec
 
 def runs_in_chunks(model: ModelSpec, part: BlockSpec, spot: ShardingKey) -> bool:
     """Whether a block treats tokens alike outside of attention, as `nn.token_chunks` requires."""
+    # The layers of a recurrent core run as one block.
+    if part.inner_blocks:
+        return False
     layers = build_layers(model, part, spot)
     return any(isinstance(one, AttentionCost) for one in layers) and not any(
         isinstance(one, MoECost) for one in layers

@@ -106,6 +106,8 @@ class BlockTimes:
     is_serial: bool = False
     recompute_savings: float = 0.0
     """Part of `matmuls` that recomputation skips, because the block's result is not needed."""
+    grad_share: float = 1.0
+    """Share of its forward passes that have a backward pass; below 1 for a recurrent core."""
 
     @property
     def forward(self) -> float:
@@ -120,8 +122,8 @@ class BlockTimes:
         """Seconds of the backward pass, which launches about twice as many kernels."""
         own = self.dx + self.dw + self.attention_backward + self.elementwise_backward
         if self.is_serial:
-            return own + 2 * self.launch
-        return max(own, 2 * self.launch)
+            return own + 2 * self.launch * self.grad_share
+        return max(own, 2 * self.launch * self.grad_share)
 
 
 # ---- matmuls ----------------------------------------------------------------------------
@@ -338,7 +340,7 @@ def _local_matmul_shape(leaf: LayerSpec, setup: ComputeContext) -> tuple[int, in
 def block_times(
     part: BlockSpec, device: Device, setup: ComputeContext, runtime: FrameworkProfile
 ) -> BlockTimes:
-    """Returns the times of one block of a kind."""
+    """Returns the times of one block of a kind, with all of its runs."""
     # In all three matmuls the tokens are one dim: m of y and dx, k of dw.
     tokens = setup.tokens
     shapes = matmul_shapes(part, setup)
@@ -362,17 +364,21 @@ def block_times(
         )
         between = between + more[0]
         back = back + more[1]
+    runs = part.calls.total
+    backward_runs = part.calls.with_grad
     return BlockTimes(
-        matmuls=forward,
-        attention=sum(one for one, _ in parts),
-        elementwise=between,
-        dx=dx,
-        dw=dw,
-        attention_backward=sum(one for _, one in parts),
-        elementwise_backward=back,
-        launch=_launch_seconds(device, setup, runtime),
+        matmuls=forward * runs,
+        attention=sum(one for one, _ in parts) * runs,
+        elementwise=between * runs,
+        dx=dx * backward_runs,
+        dw=dw * backward_runs,
+        attention_backward=sum(one for _, one in parts) * backward_runs,
+        elementwise_backward=back * backward_runs,
+        # A core launches the kernels of each of its layers.
+        launch=_launch_seconds(device, setup, runtime) * runs * max(len(part.inner_blocks), 1),
         is_serial=setup.is_serial,
-        recompute_savings=_recompute_savings(part, device, setup, runtime),
+        recompute_savings=_recompute_savings(part, device, setup, runtime) * runs,
+        grad_share=backward_runs / runs,
     )
 
 

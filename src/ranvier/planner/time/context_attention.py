@@ -75,8 +75,8 @@ def context_attention_time(
     count = len(found) / len(layers)
     return ContextTime(
         fmean(one.balance for one in found),
-        sum(one.forward for one in found) / count,
-        sum(one.backward for one in found) / count,
+        sum(one.forward for one in found) / count * part.calls.total,
+        sum(one.backward for one in found) / count * part.calls.with_grad,
         fmean(one.hidden_share for one in found),
         fmean(one.hiding_share for one in found),
     )

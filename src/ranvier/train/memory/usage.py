@@ -74,8 +74,10 @@ def mark_blocks(model: nn.Module, note: Callable[[str], None]) -> Iterator[None]
     blocks = {id(block): block for block in members}
     inner = {at: block.forward for at, block in blocks.items()}
     count = len(members)
-    # A block may occur twice in `model.blocks`, so blocks are numbered by their calls.
+    # A block may occur twice in `model.blocks`, so blocks are numbered by their calls; a recurrent
+    # core is called several times and occurs once.
     calls = itertools.count()
+    positions = {at: i for i, at in enumerate(blocks)}
 
     def behind(value: Any, name: str) -> None:
         # A block passes on one tensor, or two whose addition is deferred.
@@ -84,7 +86,7 @@ def mark_blocks(model: nn.Module, note: Callable[[str], None]) -> Iterator[None]
                 part.register_hook(lambda _: note(name))
 
     def forward(at: int, x: Any, *others: Any) -> Any:
-        i = next(calls) % count
+        i = positions[at] if len(blocks) == count else next(calls) % count
         note(f"forward {i}")
         behind(x, f"backward {i - 1}" if i else "leave")
         y = inner[at](x, *others)
