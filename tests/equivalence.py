@@ -36,7 +36,7 @@ from ranvier.sharding import Shard, ShardedStateDict, TokenOrder, TokenSegment
 from ranvier.tools.serial_optimizer import build_serial_optimizer
 from ranvier.tools.verify import predict_events
 from ranvier.trace import diff_events
-from ranvier.train.step import forward_backward
+from ranvier.train.step import begin_model_step, forward_backward
 from same_dim_cases import build_same_dim_model
 from states import assemble
 
@@ -352,6 +352,8 @@ class Serial:
         for step in range(steps):
             optimizer.zero_grad()
             count = (batch.targets != -100).sum()
+            if isinstance(self.model, RecurrentDecoder):
+                self.model.begin_step(0, step)
             loss = self.model(**inputs) / count
             loss.backward()
             extra = getattr(self.model, "aux_loss", None)
@@ -468,6 +470,7 @@ def run_case(grid: Grid, case: Case, batch: Batch, lr: float, clip: float) -> di
     micros = micros_of(batch, grid, case.micro_batches, case.model, case.token_order)
     optimizer = Optimizer(parallel.bucket_scheduler, lr=lr, clip=clip, rule=case.rule)
     for step in range(case.steps):
+        begin_model_step(model, step)
         with grid.trace.record_events() as events:
             losses.append(forward_backward(model, micros).item())
             grads = grads if step else gradients(parallel)
