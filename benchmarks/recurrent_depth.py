@@ -1,8 +1,8 @@
 """Checks what recurrent depth claims, at a small scale on a CPU and for speed on a GPU.
 
-    python benchmarks/recurrent_depth.py              a task that needs depth, 10 minutes on two cores
-    python benchmarks/recurrent_depth.py --tiny       a few steps, as a check
-    python benchmarks/recurrent_depth.py speed        FLOP/s and memory of recurrent-0.5b on a GPU
+    python benchmarks/recurrent_depth.py            a task that needs depth (two cores, 10 minutes)
+    python benchmarks/recurrent_depth.py --tiny     a few steps, as a check
+    python benchmarks/recurrent_depth.py speed      FLOP/s and memory of recurrent-0.5b on a GPU
 
 depth: following pointers. A token is a label (a root) or a distance to an earlier token, and the
 target of every token is the label at which its chain of pointers ends. One layer can follow one
@@ -72,8 +72,8 @@ class DepthJob:
     """A model that learns to follow pointers."""
 
     seed: int
-    steps: int = 1200
-    batch: int = 48
+    steps: int = 600
+    batch: int = 16
     lr: float = 2e-3
 
     @property

@@ -17,11 +17,10 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from ranvier import counter_rng
 from ranvier.checkpoint.hf.model import PublishedModel, entries_of
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
-from ranvier.models import MODEL_SIZES, DecoderConfig, RecurrentDecoder
+from ranvier.models import MODEL_SIZES, DecoderConfig, RecurrentDecoder, counter_random
 from ranvier.models.hf.family import UnsupportedModelError, rotary_neighbours
 from ranvier.models.hf.registry import FAMILIES, find_fitting_family
 from ranvier.models.recurrence import Recurrence, expected_calls
@@ -294,7 +293,7 @@ def test_iterations_are_a_function_of_seed_and_step() -> None:
 
 
 def test_initial_states_are_truncated_normal_and_depend_on_every_number() -> None:
-    table = counter_rng.truncated_normal_quantiles(3.0)
+    table = counter_random.truncated_normal_quantiles(3.0)
     assert table.abs().max() < 3.0 and torch.equal(table, -table.flip(0))
     # A standard normal distribution truncated at 3 has this standard deviation.
     assert table.std(correction=0).item() == pytest.approx(0.98658, abs=1e-4)
@@ -371,5 +370,7 @@ def test_more_gradients_than_iterations_are_allowed() -> None:
 def test_a_pipeline_is_refused() -> None:
     grid = Grid({"pipe": 2}, rank=0, connected=False)
     model = RecurrentDecoder(MODEL_SIZES["recurrent-tiny"])
-    with pytest.raises(PlanError, match=r"pipe > 1 with core_layers=2.*Use pipe=1"):
+    with pytest.raises(
+        PlanError, match=r"RecurrentDecoder cannot be split into stages.*use pipe=1"
+    ):
         parallelize(model, grid, materialize=False)

@@ -18,7 +18,7 @@ QUADRATURE_POINTS = 401
 
 @dataclass(frozen=True)
 class LayerCalls:
-    """How often a pass calls a layer, without and with gradients; on average for a run."""
+    """Calls of a layer in one pass, without and with gradients; their means for a run."""
 
     without_grad: float = 0
     with_grad: float = 1

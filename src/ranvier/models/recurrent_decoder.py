@@ -15,14 +15,13 @@ Shapes: b samples, s tokens, d embed.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from statistics import NormalDist
 
 import torch
 from torch import Tensor, nn
 
-from ranvier import counter_rng
-from ranvier.errors import PlanError
+from ranvier.models import counter_random
 from ranvier.models.config import DecoderConfig
 from ranvier.models.decoder import Decoder, build_block
 from ranvier.models.document_attention import Documents, TokenLayout
@@ -35,14 +34,14 @@ INITIAL_LIMIT = 3.0
 
 def draw_recurrence(seed: int, step: int, config: DecoderConfig) -> Recurrence:
     """Returns the iterations of a training step, a function of seed and step."""
-    normal = NormalDist().inv_cdf(counter_rng.uniform_number(seed, "recurrence", step))
+    normal = NormalDist().inv_cdf(counter_random.uniform_number(seed, "recurrence", step))
     log_mean = math.log(config.mean_recurrence)
     rate = math.exp(log_mean - LOG_NORMAL_SIGMA**2 / 2.0 + LOG_NORMAL_SIGMA * normal)
     # Events of a Poisson process in [0, rate], whose distances are exponentially distributed.
     events = 0
     time = 0.0
     while True:
-        time -= math.log(counter_rng.uniform_number(seed, "recurrence", step, events))
+        time -= math.log(counter_random.uniform_number(seed, "recurrence", step, events))
         if time > rate:
             return Recurrence.split(events + 1, config.backprop_depth)
         events += 1
@@ -65,23 +64,22 @@ class InitialState(nn.Module):
             samples = torch.arange(x.shape[0], device=x.device)
         tokens = torch.arange(x.shape[1], device=x.device).unsqueeze(0)
         features = torch.arange(x.shape[2], device=x.device)
-        return initial_state(self.seed, samples.to(x.device), tokens, features, x.dtype)
+        counters = [samples.to(x.device).view(-1, 1, 1), tokens.unsqueeze(-1), features]
+        return self.draw_states(self.seed, counters, x.dtype)
 
+    def draw_states(self, seed: int, counters: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """Returns the states of some elements, `[b, s, d]`.
 
-def initial_state(
-    seed: int, samples: Tensor, tokens: Tensor, features: Tensor, dtype: torch.dtype
-) -> Tensor:
-    """Returns initial states `[b, s, d]` of these samples `[b]`, tokens `[1 or b, s]` and features.
-
-    They are global numbers, so that the values are the same on every grid.
-    """
-    return counter_rng.truncated_normal_values(
-        [samples.view(-1, 1, 1), tokens.unsqueeze(-1), features],
-        torch.tensor(counter_rng.random_key(seed, "initial_state")),
-        std=INITIAL_STD,
-        limit=INITIAL_LIMIT,
-        dtype=dtype,
-    )
+        counters: numbers of their samples in the run, of their tokens in the sample and of their
+        features, shaped to broadcast; so the values are the same on every grid.
+        """
+        return counter_random.truncated_normal_values(
+            counters,
+            torch.tensor(counter_random.random_key(seed, "initial_state")),
+            std=INITIAL_STD,
+            limit=INITIAL_LIMIT,
+            dtype=dtype,
+        )
 
 
 class RecurrentCore(nn.Module):
@@ -154,11 +152,8 @@ class RecurrentDecoder(Decoder):
 
     @property
     def parts(self) -> list[tuple[str, ...]]:
-        """Raises: the model cannot be split into stages."""
-        raise PlanError(
-            f"pipe > 1 with core_layers={self.config.core_layers}. The recurrent core of a model "
-            "cannot be split into stages. Use pipe=1."
-        )
+        """None: the core cannot be split into stages."""
+        return []
 
     @property
     def core_name(self) -> str:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
-from ranvier.models import recurrent_decoder
 from ranvier.nn.element_numbers import ElementNumbering
 from ranvier.nn.layer import LayerContext, ParallelLayer
 from ranvier.sharding import Dim, dim_name
@@ -20,23 +20,18 @@ class InitialState(ParallelLayer):
 
     Args:
         site: Name and context of the layer.
-        serial: The serial layer to replace.
+        serial: The `models.recurrent_decoder.InitialState` to replace.
         dims: Name of the feature dim.
     """
 
-    def __init__(
-        self,
-        site: LayerContext,
-        serial: recurrent_decoder.InitialState,
-        dims: Sequence[Dim] = ("embed",),
-    ) -> None:
+    def __init__(self, site: LayerContext, serial: Any, dims: Sequence[Dim] = ("embed",)) -> None:
         super().__init__(site)
         (dim,) = dims
+        self.draw_states = serial.draw_states
         self.numbering = ElementNumbering(site, dim_name(dim))
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns the initial state of the tokens of x."""
-        numbers = self.numbering.number_elements(x)
-        return recurrent_decoder.initial_state(
-            self.site.step_context.seed, numbers.samples, numbers.tokens, numbers.features, x.dtype
-        )
+        counters = self.numbering.number_elements(x).counters
+        states: Tensor = self.draw_states(self.site.step_context.seed, counters, x.dtype)
+        return states

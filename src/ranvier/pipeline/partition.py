@@ -121,7 +121,8 @@ class ModelStage:
 def part_layer_names(model: nn.Module) -> list[tuple[str, ...]]:
     """Returns the names of the layers of each part."""
     parts = getattr(model, "parts", None)
-    if parts is not None:
+    # A model without parts, such as one with a recurrent core, cannot be split.
+    if parts:
         return list(parts)
     if isinstance(model, nn.Sequential):
         return [(name,) for name, _ in model.named_children()]
