@@ -107,7 +107,8 @@ class RecurrentCore(nn.Module):
         x = self.adapter(state) + injection
         for layer in self.layers:
             x = layer(x, angles, documents)
-        return x
+        following: Tensor = x
+        return following
 
 
 class RecurrentDecoder(Decoder):

@@ -463,7 +463,7 @@ def _axis_traffic(
         rows = comm_volume.step_comm_volume(
             job.model, plan, flow, stage=stage.stage_spec.index, orders=0, optimizer=job.optimizer
         ).rows
-        yield sum(one.bytes * one.count for one in rows if one.axis == (axis,))
+        yield sum(round(one.bytes * one.count) for one in rows if one.axis == (axis,))
 
 
 # ---- how to run it ------------------------------------------------------------------------

@@ -236,7 +236,7 @@ def _grid_communication(
             if row.phase != "forward":
                 continue
             rate = CollectiveRate(
-                row.op, groups[row.axis], row.bytes / counted, part.count * row.count
+                row.op, groups[row.axis], row.bytes / counted, round(part.count * row.count)
             )
             if part.name == EXIT:
                 sampled.append(rate)

@@ -38,6 +38,7 @@ from ranvier.data.window_assignment import WindowCost
 from ranvier.errors import NumericError
 from ranvier.grid import Grid
 from ranvier.models.config import DecoderConfig
+from ranvier.models.recurrence import LayerCalls
 from ranvier.models.recurrent_decoder import RecurrentDecoder
 from ranvier.optim.lr_schedule import lr_factor
 from ranvier.parallel.parallel_model import get_parallel_model
@@ -173,7 +174,7 @@ class Trainer:
         grid.trace.time_waits = True
         # Memory resolution may have changed the micro-batch that was assumed above.
         flow = replace(flow, samples=plan.micro_batch)
-        means = getattr(model, "mean_layer_calls", dict)()
+        means: dict[str, LayerCalls] = getattr(model, "mean_layer_calls", dict)()
         flops = step_flops(get_parallel_model(model), flow, plan.num_micro_batches, means)
         unit = run.model_kind.unit
         tokens = plan.global_batch * run.data.seq_len

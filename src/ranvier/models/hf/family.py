@@ -139,12 +139,14 @@ class TensorMapping:
 
 def rotary_halves(x: Tensor, head_dim: int) -> Tensor:
     """Reorders the rows of each head from neighbouring pairs to halves; x: `[h·k, ...]`."""
-    return x.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
+    halves: Tensor = x.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
+    return halves
 
 
 def rotary_neighbours(x: Tensor, head_dim: int) -> Tensor:
     """Reorders the rows of each head from halves to neighbouring pairs; x: `[h·k, ...]`."""
-    return x.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
+    pairs: Tensor = x.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
+    return pairs
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -105,7 +105,7 @@ class HuginnFamily(Family):
         if not isinstance(theirs["qk_bias"], bool):
             problems.append(describe_bad_key("qk_bias", theirs["qk_bias"], "true or false"))
         values = theirs["init_values"]
-        scale = values.get("embed_scale", 1.0) if isinstance(values, dict) else None
+        scale: Any = values.get("embed_scale", 1.0) if isinstance(values, dict) else None
         if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < scale < 1e6:
             problems.append(describe_bad_key("init_values", values, "a table with embed_scale"))
         if problems:
