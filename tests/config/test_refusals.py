@@ -26,6 +26,22 @@ CASES: list[tuple[str, str]] = [
         "lora.rank=2 lora.layers=[99]",
         "lora.layers=[99] names a block that does not exist. Blocks are numbered from 0 to",
     ),
+    (
+        "model.size='recurrent-tiny' plan.pipe=2",
+        "plan.pipe=2 with model.core_layers=2. The recurrent core of a model cannot be split",
+    ),
+    (
+        "model.size='recurrent-tiny' plan.cuda_graph=True",
+        "plan.cuda_graph=True with model.core_layers=2. A CUDA graph repeats the same work",
+    ),
+    (
+        "model.size='recurrent-tiny' plan.compile='on' plan.depth=2",
+        "plan.compile='on' with model.core_layers=2 and weights that are split over 2 ranks.",
+    ),
+    (
+        "model.size='recurrent-tiny' lora.rank=2",
+        "lora.rank=2, lora.init_from='' with model.core_layers=2. Adapters are not defined",
+    ),
     ("lora.rank=2 lora.layers=[1,1]", "lora.layers=[1, 1] names a block twice."),
     ("data.sources=[]", "data.sources=[] does not name a corpus."),
     (
