@@ -380,7 +380,7 @@ def test_memory_that_training_has_left_in_the_allocator_is_for_the_cache(
 ) -> None:
     model = parallelize(copy.deepcopy(serial), Grid({}), dtype=torch.float64).eval()
     # The allocator holds all memory of the device, but tensors use a tenth of it.
-    total = 1000 * block_bytes(model, 8)
+    total = 1000 * block_bytes(model, EngineConfig(block_size=8))
     executor = get_parallel_model(model).pipeline.executor
     monkeypatch.setattr(executor, "device", torch.device("cuda"))
     monkeypatch.setattr("ranvier.infer.engine.max_over_ranks", lambda value, *_: value)
@@ -406,7 +406,7 @@ def test_an_engine_that_does_not_start_leaves_the_model_and_the_other_ranks(
         pass
     assert len(stops) == (setting == "step_log"), "all ranks refuse batch_invariant"
     cores = [one for one in model.modules() if isinstance(one, AttentionCore)]
-    assert [core.kv_cache for core in cores] == [None, None]
+    assert [core.kv_caches for core in cores] == [(), ()]
 
 
 def test_steps_are_logged_for_the_simulator(serial: Decoder, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -32,6 +32,7 @@ class FakeSequence:
     num_blocks: int = 0
     home: int = 0
     waits_for_parent: bool = False
+    num_prompt_tokens: int = 1000
 
     @property
     def start(self) -> int:
@@ -337,6 +338,19 @@ def test_decode_first_orders_decodes_begun_and_new_prompts() -> None:
         "b": 1,
         "c": 3,
     }
+
+
+def test_the_last_generated_token_is_computed_alone_if_asked_for() -> None:
+    # A preempted sequence, one that has only its last token left, and two prompts.
+    preempted = FakeSequence("c", 7, (0, 2), num_blocks=2, num_prompt_tokens=4)
+    decode = FakeSequence("a", 9, (0, 0), num_computed=8, num_blocks=3, num_prompt_tokens=4)
+    prompts = [FakeSequence("d", 3, (0, 3), num_prompt_tokens=3)]
+    admitted = FakeSequence("e", 6, (0, 4), num_prompt_tokens=5)
+    view = view_of([decode, preempted], [*prompts, admitted], budget=32)
+    assert counts(policy.decode_first(view)) == {"a": 1, "c": 7, "d": 3, "e": 6}
+    alone = policy.decode_first(replace(view, decodes_alone=True))
+    assert counts(alone) == {"a": 1, "c": 6, "d": 3, "e": 5}
+    assert {item.request_id for item in alone.items if item.samples} == {"a", "d"}
 
 
 def test_prefill_first_lets_decodes_wait() -> None:

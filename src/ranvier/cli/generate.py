@@ -18,7 +18,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ranvier import launch
-from ranvier.cli.inference import engine_arguments, find_option_problems, resolve_inference_plan
+from ranvier.cli.inference import (
+    engine_arguments,
+    find_option_problems,
+    resolve_inference_plan,
+    with_engine_prefix,
+)
 from ranvier.config.arguments import GenerateOptions
 from ranvier.errors import STOPPED_EXIT_CODE, DataError, PlanError
 from ranvier.launch import ProcessInfo
@@ -67,7 +72,7 @@ def parse_generate_options(words: Sequence[str]) -> tuple[str, GenerateOptions]:
     """Returns the path and the options of the command."""
     from ranvier.cli.parsing import one_path, parse_options, split_words
 
-    names, options = split_words(with_chat_value(words))
+    names, options = split_words(with_engine_prefix(with_chat_value(words)))
     settings = parse_options(GenerateOptions, GenerateOptions(), "generate PATH", options)
     return one_path("generate", "a run or a model", names), settings
 
@@ -276,7 +281,19 @@ def _print_text(
             "holds (engine.max_model_len). It ends here.",
             file=sys.stderr,
         )
+    _print_iterations(engine)
     return 0
+
+
+def _print_iterations(engine: EngineInterface) -> None:
+    """Prints the mean number of iterations, if tokens exit early."""
+    stats = engine.stats()
+    if stats.num_iterated_tokens:
+        print(
+            f"Mean iterations: {stats.mean_iterations:.2f} per token "
+            f"({stats.num_iterated_tokens:,} tokens)",
+            file=sys.stderr,
+        )
 
 
 # ---- batches -----------------------------------------------------------------------------------

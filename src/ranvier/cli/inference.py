@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ranvier.config.arguments import InferenceOptions
@@ -16,6 +17,21 @@ from ranvier.sharding import ShardingTable
 if TYPE_CHECKING:
     from ranvier.infer.model_source import ModelSource
     from ranvier.models import DecoderConfig
+
+
+RECURRENCE_OPTIONS = ("--recurrence", "--exit", "--kv-share")
+"""Options of the engine that may be given without its prefix."""
+
+
+def with_engine_prefix(words: Sequence[str]) -> list[str]:
+    """Returns the words with `--recurrence 32` as `--engine.recurrence 32`, and others likewise."""
+    found = []
+    for word in words:
+        name, equals, value = word.partition("=")
+        if name.replace("_", "-") in RECURRENCE_OPTIONS:
+            word = f"--engine.{name.removeprefix('--')}{equals}{value}"
+        found.append(word)
+    return found
 
 
 def find_option_problems(options: InferenceOptions) -> list[str]:
@@ -39,12 +55,6 @@ def resolve_inference_plan(
 
     me: this process, if a launcher has started it.
     """
-    if model.is_recurrent:
-        raise PlanError(
-            f"A model with core_layers={model.core_layers} cannot be served yet. The cache of an "
-            "engine has one place for each layer and token, but a recurrent core needs one for "
-            "each iteration. Call the model directly, or evaluate it with `ranvier train`."
-        )
     wanted = options.plan
     if me is not None:
         if options.nproc not in (0, me.world_size):
@@ -68,7 +78,13 @@ def resolve_inference_plan(
     # The smallest batch that the grid divides; the engine has its own.
     micro = ShardingTable.from_plan(plan).batch_multiple(plan.degrees)
     plan = dataclasses.replace(plan, global_batch=plan.num_replicas * micro, micro_batch=micro)
+    options.engine.check_recurrence(model.mean_recurrence)
     problems = [*plan.find_problems({**model.dim_units, "layers": model.layers}, world)]
+    if plan.pipe > 1 and model.is_recurrent:
+        problems.append(
+            f"plan.pipe={plan.pipe} with a model with recurrent depth. Its core cannot be split "
+            "into stages. Use plan.pipe=1."
+        )
     if problems:
         raise PlanError(problems)
     return plan

@@ -23,7 +23,12 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from ranvier import launch
-from ranvier.cli.inference import engine_arguments, find_option_problems, resolve_inference_plan
+from ranvier.cli.inference import (
+    engine_arguments,
+    find_option_problems,
+    resolve_inference_plan,
+    with_engine_prefix,
+)
 from ranvier.config.arguments import InferenceOptions
 from ranvier.config.plan import Plan
 from ranvier.errors import PlanError
@@ -72,7 +77,7 @@ def parse_serve_options(words: Sequence[str]) -> tuple[list[str], ServeOptions]:
     """Returns the paths and the options of the command."""
     from ranvier.cli.parsing import parse_options, split_words
 
-    names, options = split_words(with_joined_values(words, "--adapter"))
+    names, options = split_words(with_engine_prefix(with_joined_values(words, "--adapter")))
     return names, parse_options(ServeOptions, ServeOptions(), "serve [RUN | DIR]", options)
 
 

@@ -93,11 +93,7 @@ def _make_dual_function(name: str, forward_op: Any, backward_op: Any) -> Any:
         with ctx.axis.trace.named_scope(ctx.where):
             return backward_op(grad, ctx.axis, *ctx.arguments), *others
 
-    members = {
-        "forward": staticmethod(forward),
-        "backward": staticmethod(backward),
-        "forward_op": staticmethod(forward_op),
-    }
+    members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     return type(name, (torch.autograd.Function,), members)
 
 
@@ -176,9 +172,5 @@ def all_to_all(
 
 
 def _apply_function(function: Any, x: Tensor, axis: Axis, *arguments: Any) -> Tensor:
-    # Without gradients the compiler cannot trace an autograd function with further arguments.
-    if torch.compiler.is_compiling() and not torch.is_grad_enabled():
-        result: Tensor = function.forward_op(x, axis, *arguments)
-        return result
-    result = function.apply(x, axis, *arguments)
+    result: Tensor = function.apply(x, axis, *arguments)
     return result

@@ -242,6 +242,16 @@ class EvalOptions(RunOptions):
     processes, sample). Only the metrics are computed."""
     pass_at_k: str = ""
     """Comma-separated values of k for pass@k. If empty, 1."""
+    recurrence: str = ""
+    """Comma-separated numbers of iterations of a model with recurrent depth. Tasks and corpora are
+    evaluated with each of them, for a table and a plot of scores against iterations. If empty,
+    model.mean_recurrence."""
+    exit: str = ""
+    """When a token needs no further iterations, as engine.exit of `ranvier generate`. The mean
+    number of iterations is part of the results."""
+    kv_share: int = 0
+    """Number of iterations whose keys and values are stored when texts are generated, as
+    engine.kv_share of `ranvier generate`. 0 stores all."""
     batch: int = 8
     """Sequences per micro-batch."""
     max_length: int = 0
@@ -365,7 +375,8 @@ class GenerateOptions(InferenceOptions):
     """Generate text with a model: continue a prompt, chat, or answer a file of prompts.
 
     The path is the directory of a run, or of a model in Hugging Face format. Without a prompt, the
-    text is a new document.
+    text is a new document. --recurrence, --exit and --kv-share are short for --engine.recurrence,
+    --engine.exit and --engine.kv-share.
     """
 
     prompt: str = ""

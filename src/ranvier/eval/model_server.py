@@ -9,17 +9,19 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
 from torch import nn
 
 from ranvier.comm.consensus import broadcast_text
+from ranvier.config.engine import EngineConfig, RecurrenceOptions
 from ranvier.errors import INTERNAL_EXIT_CODE, CommunicationError, OtherRankError, RanvierError
 from ranvier.eval.tokenization import EvalTokenizer
 from ranvier.grid import ORDERS_CHANNEL
-from ranvier.infer.generate import generate_tokens
+from ranvier.infer.generate import generate_tokens, score_in_engine
 from ranvier.infer.logprobs import TokenLogprobs, score_sequences, sequences_per_round
+from ranvier.infer.request import EngineStats
 from ranvier.infer.sampling_params import SamplingParams
 from ranvier.parallel.parallel_model import get_parallel_model
 
@@ -51,11 +53,20 @@ class ModelServer:
     batch: int = 8
     """Sequences per micro-batch."""
     progress: ProgressCallback | None = None
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    """Settings of the engine; of a model with recurrent depth also the iterations of scores."""
+    num_iterated_tokens: int = 0
+    num_iterations: int = 0
+    """Tokens whose iterations an early exit decided so far, and their iterations; on rank 0."""
 
     def score_sequences(
         self, sequences: Sequence[Sequence[int]], what: str = "scoring"
     ) -> list[TokenLogprobs]:
         """Scores each sequence. Communicates: requests, then as `logprobs.score_sequences`."""
+        if self.engine.exit:
+            chosen = [list(map(int, one)) for one in sequences]
+            self._broadcast_order(do="score_in_engine", sequences=chosen)
+            return self._score_in_engine(chosen, what)
         # Sorted here, so that each round has sequences of similar length.
         order = sorted(range(len(sequences)), key=lambda i: (-len(sequences[i]), i))
         found: dict[int, TokenLogprobs] = {}
@@ -110,7 +121,42 @@ class ModelServer:
             params,
             is_finished=self.tokenizer.make_stop_check(wish.stops),
             on_progress=report,
+            config=self.engine,
+            on_stats=self._count_iterations,
         )
+
+    def _score_in_engine(
+        self, sequences: Sequence[Sequence[int]], what: str = ""
+    ) -> list[TokenLogprobs]:
+        """Scores each sequence with early exits; called on all ranks."""
+
+        def report(done: int, total: int) -> None:
+            if self.progress is not None:
+                self.progress(what, done, total)
+
+        return score_in_engine(
+            self.model,
+            sequences,
+            self.engine,
+            on_progress=report,
+            on_stats=self._count_iterations,
+        )
+
+    def _count_iterations(self, stats: EngineStats) -> None:
+        """Adds the iterations of an engine, which only counts its own."""
+        self.num_iterated_tokens += stats.num_iterated_tokens
+        self.num_iterations += stats.num_iterations
+
+    def set_recurrence(self, options: RecurrenceOptions) -> None:
+        """Sets the iterations of all following requests. Communicates: the options to all ranks."""
+        self._broadcast_order(do="set_recurrence", options=asdict(options))
+        self._set_recurrence(options)
+
+    def _set_recurrence(self, options: RecurrenceOptions) -> None:
+        model: Any = self.model
+        self.engine = replace(self.engine, **asdict(options))
+        model.eval_recurrence = options.num_iterations(model.config.mean_recurrence)
+        self.num_iterated_tokens = self.num_iterations = 0
 
     def _split_rounds(self, order: Sequence[int], what: str) -> Iterator[list[int]]:
         """Yields as many items as all ranks process at once."""
@@ -161,6 +207,10 @@ class ModelServer:
         while (order := self._broadcast_order())["do"] != "end":
             if order["do"] == "score":
                 score_sequences(self.model, order["sequences"], batch=self.batch)
+            elif order["do"] == "score_in_engine":
+                self._score_in_engine(order["sequences"])
+            elif order["do"] == "set_recurrence":
+                self._set_recurrence(RecurrenceOptions(**order["options"]))
             else:
                 wish = GenerationConfig(**{**order["wish"], "stops": tuple(order["wish"]["stops"])})
                 self._generate_tokens(order["prompts"], wish)

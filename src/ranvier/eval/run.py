@@ -24,7 +24,7 @@ from ranvier.config.run import RunConfig
 from ranvier.config.sections import suggest_nearest
 from ranvier.data.corpus import Corpus
 from ranvier.errors import DataError, PlanError
-from ranvier.eval import canaries, lm_eval_harness, needle, perplexity
+from ranvier.eval import canaries, lm_eval_harness, needle, perplexity, recurrence
 from ranvier.eval.code import generate, metrics, sandbox
 from ranvier.eval.model_server import GenerationConfig, ModelServer
 from ranvier.eval.tokenization import EvalTokenizer
@@ -39,7 +39,12 @@ from ranvier.train.build_model import DTYPES
 from ranvier.train.resolve import resolve_backend, resolve_device
 from ranvier.train.resume.run_directory import write_text_atomically
 
-FIRST_COLUMNS = {"code": "k", "needle": "length", "canaries": "bucket"}
+FIRST_COLUMNS = {
+    "code": "k",
+    "needle": "length",
+    "canaries": "bucket",
+    "recurrence": "iterations",
+}
 """Headings of the first column of tables, where they are not the name of the results."""
 
 
@@ -161,6 +166,7 @@ def _task_problems(wanted: EvalOptions) -> list[str]:
 def resolve_plan(run: RunConfig, world: int, wanted: EvalOptions) -> ResolvedRun:
     """Resolves the run on the grid of this evaluation, with its own batch."""
     model = run.decoder
+    recurrence.check_options(wanted, model.mean_recurrence)
     if model.position_embedding == "learned" and wanted.max_length > model.max_seq:
         raise PlanError(
             f"max_length={wanted.max_length}, but the model has {model.max_seq} learned positions "
@@ -285,14 +291,26 @@ def evaluate_run(
 
     # Runs on rank 0 only; the other ranks serve its requests.
     def work(served: ModelServer) -> dict[str, Any]:
+        def evaluate() -> dict[str, dict[str, Any]]:
+            return _run_evaluation(served, run, folder, at, wanted, manager)
+
+        mean_recurrence = run.decoder.mean_recurrence
         try:
-            found = _run_evaluation(served, run, folder, at, wanted, manager)
+            if mean_recurrence:
+                by_count = recurrence.evaluate_recurrences(
+                    served, wanted, mean_recurrence, evaluate
+                )
+            else:
+                by_count = {1: evaluate()}
         finally:
             shown.close()
         if wanted.output:
             path = Path(wanted.output)
         else:
             path = folder / f"eval-{at}.json"
+        if len(by_count) > 1:
+            return _show_recurrences(by_count, folder, path, at)
+        ((_, found),) = by_count.items()
         whole = save_results(path, {"step": at, **found})
         for name, rows in found.items():
             _print_table(name, canaries.format_rows(rows) if name == "canaries" else rows)
@@ -305,6 +323,24 @@ def evaluate_run(
         return {"step": at, **found}
 
     return served.run_on_first_rank(work) or {}
+
+
+def _show_recurrences(
+    by_count: Mapping[int, recurrence.Results], folder: Path, path: Path, step: int
+) -> dict[str, Any]:
+    """Prints and writes scores against the number of iterations; returns all results."""
+    tables = recurrence.tabulate_recurrences(by_count)
+    found = {"step": step, "recurrence": tables}
+    save_results(path, found)
+    for name, rows in tables.items():
+        print(f"\n{name}")
+        _print_table("recurrence", rows)
+    print(f"Results: {path}")
+    page = path.with_name(f"{path.stem}-recurrence.html")
+    title = f"{folder.absolute().name}: scores against recurrence"
+    write_text_atomically(page, recurrence.render_page(title, tables))
+    print(f"Plot: {page}")
+    return found
 
 
 def _run_evaluation(

@@ -31,8 +31,15 @@ from ranvier.config.engine import EngineConfig
 from ranvier.config.plan import RowSplitChoice
 from ranvier.errors import PlanError, RanvierError
 from ranvier.infer.block_pool import BlockPool
+from ranvier.infer.early_exit import DECIDE
 from ranvier.infer.memory_traffic import MemoryTraffic
-from ranvier.infer.model_runner import FAILED, HomeOutput, ModelRunner, PendingStep
+from ranvier.infer.model_runner import (
+    FAILED,
+    HomeOutput,
+    ModelRunner,
+    PendingStep,
+    count_kv_caches,
+)
 from ranvier.infer.policy import ScheduledStep, WorkItem
 from ranvier.infer.request import EngineStats, FinishReason, Request, TokenLogprobs, TokenOutput
 from ranvier.infer.sampler import TokenScores
@@ -143,7 +150,14 @@ class Engine:
         self.model_name = model_name
         self.max_steps_ahead = 0
         """Number of steps that may be in flight while the host schedules the next one."""
-        if config.async_scheduling == "on":
+        self._has_exits = config.exit_criterion is not None
+        self._num_iterations = 0
+        self._num_iterated_tokens = 0
+        """Tokens whose iterations an early exit decided, and the sum of these."""
+        if self._has_exits:
+            # Deciding on exits waits for the device in each iteration.
+            self.max_steps_ahead = 0
+        elif config.async_scheduling == "on":
             self.max_steps_ahead = 1
         elif config.async_scheduling == "auto":
             self.max_steps_ahead = int(runner.device.type == "cuda")
@@ -153,9 +167,11 @@ class Engine:
             max_num_seqs=config.max_num_seqs,
             max_model_len=max_model_len,
             policy=config.scheduling_policy,
-            enable_prefix_caching=config.enable_prefix_caching,
+            # Keys and values of a token with an early exit depend on more than the tokens.
+            enable_prefix_caching=config.enable_prefix_caching and not self._has_exits,
             lookahead=self.max_steps_ahead > 0,
             target_itl_seconds=config.target_itl_ms / 1e3,
+            decodes_alone=self._has_exits,
         )
         self._states: dict[str, RequestState] = {}
         self._in_flight: deque[StepInFlight] = deque()
@@ -172,7 +188,7 @@ class Engine:
         """Seconds of launching steps and of waiting for their results."""
         self._finish_time = 0.0
         """When the last step has finished."""
-        self._memory = MemoryTraffic.of_model(runner.model, config.block_size)
+        self._memory = MemoryTraffic.of_model(runner.model, config)
         self._bytes_read = 0
         self._num_generated_tokens = 0
         self._collective_bytes: Counter[str] = Counter()
@@ -281,6 +297,8 @@ class Engine:
             collective_bytes=dict(self._collective_bytes),
             host_seconds=self._host_seconds,
             bytes_read=self._bytes_read,
+            num_iterations=self._num_iterations,
+            num_iterated_tokens=self._num_iterated_tokens,
         )
 
     # ---- a step -----------------------------------------------------------------------------
@@ -351,7 +369,22 @@ class Engine:
                 tokens.append(-1 - self._sampled_places[item.request_id])
                 known = stop
             adapter = self._adapters[sequence.request.adapter]
-            chunks.append(SequenceChunk(tokens, item.start, known, sequence.block_ids, adapter))
+            limits: list[int] = []
+            if self._has_exits:
+                decided = {*places}
+                is_scored = sequence.request.params.prompt_logprobs is not None
+                if item.samples and (stop > sequence.num_prompt_tokens or is_scored):
+                    decided.add(stop - 1)
+                # A token that is computed again has as many iterations as before.
+                limits = [
+                    sequence.iterations.get(
+                        place, DECIDE if place in decided else self.runner.num_iterations
+                    )
+                    for place in range(item.start, stop)
+                ]
+            chunks.append(
+                SequenceChunk(tokens, item.start, known, sequence.block_ids, adapter, limits)
+            )
             for place in places:
                 scored.append(first + place - item.start)
                 targets.append(sequence.token_ids[place + 1])
@@ -416,8 +449,12 @@ class Engine:
                 scores = results[home].scores
                 assert scores is not None
                 count = state.sequence.request.params.prompt_logprobs
+                place = len(state.prompt_logprobs)
+                self._record_iterations(state.sequence, place, results[home], i)
                 state.prompt_logprobs.append(_logprobs_of(scores, i, count))
             if item.samples:
+                last = item.start + item.num_tokens - 1
+                self._record_iterations(state.sequence, last, results[home], row)
                 outputs.append(self._make_output(state, results[home], row))
         ended = [one.request_id for one in outputs if one.finish_reason is not None]
         # Only the first token was sampled; others were forced by a grammar.
@@ -433,6 +470,15 @@ class Engine:
                     sequence.append_tokens(one.token_ids[1:])
                 self._restart_if_longer(sequence)
         return outputs
+
+    def _record_iterations(
+        self, sequence: EngineSequence, position: int, result: HomeOutput, row: int
+    ) -> None:
+        """Records the number of iterations of a token, if early exits decide."""
+        if result.iterations:
+            sequence.iterations[position] = result.iterations[row]
+            self._num_iterations += result.iterations[row]
+            self._num_iterated_tokens += 1
 
     def _make_output(self, state: RequestState, result: HomeOutput, row: int) -> TokenOutput:
         """Returns the output of a request whose next token was sampled."""
@@ -562,7 +608,7 @@ def count_cache_blocks(
         # Memory that the allocator holds without a tensor, for example after a training step.
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         num_bytes = max(int(total * config.gpu_memory_utilization) - (total - free), 0)
-    own = num_bytes // block_bytes(model, config.block_size)
+    own = num_bytes // block_bytes(model, config)
     # Each rank has its share of the layers and heads; the smallest number is used on all.
     fits = -max_over_ranks(-own, parallel.grid, device)
     if lengths is None:
@@ -577,16 +623,19 @@ def count_block_tokens(model: nn.Module, config: EngineConfig) -> int:
     return parallel.table.tokens_per_block(config.block_size, parallel.grid.degrees)
 
 
-def block_bytes(model: nn.Module, block_size: int) -> int:
+def block_bytes(model: nn.Module, config: EngineConfig) -> int:
     """Returns the bytes of a block on this rank: keys and values of all its layers."""
     from ranvier.models.decoder import AttentionCore
 
     parallel = get_parallel_model(model)
-    layers = sum(isinstance(module, AttentionCore) for module in model.modules())
-    itemsize = parallel.bucket_scheduler.buckets[0].data.element_size()
-    return (
-        2 * max(layers, 1) * math.prod(ModelRunner.kv_cache_shape(model, 1, block_size)) * itemsize
+    caches = sum(
+        count_kv_caches(module, model, config)
+        for module in model.modules()
+        if isinstance(module, AttentionCore)
     )
+    itemsize = parallel.bucket_scheduler.buckets[0].data.element_size()
+    shape = ModelRunner.kv_cache_shape(model, 1, config.block_size)
+    return 2 * max(caches, 1) * math.prod(shape) * itemsize
 
 
 def resolve_max_model_len(model: nn.Module, config: EngineConfig, num_blocks: int) -> int:
@@ -653,6 +702,8 @@ def open_engine(
     num_blocks: as for `run_with_engine`. compile_grammar, adapters: as for `Engine`. row_splits: as
     in the plan. Communicates: at the end, one number over all axes.
     """
+    model_config: Any = model.config
+    config.check_recurrence(model_config.mean_recurrence)
     num_blocks = num_blocks or count_cache_blocks(model, config)
     max_model_len = resolve_max_model_len(model, config, num_blocks)
     runner = ModelRunner(
@@ -665,6 +716,7 @@ def open_engine(
         max_model_len=max_model_len,
         cuda_graphs=config.cuda_graphs != "off",
         batch_invariant=config.batch_invariant,
+        recurrence=config,
     )
     # Whatever raises below, the layers are restored and the other ranks stop following.
     with ExitStack() as stack:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -31,13 +31,16 @@ from ranvier.infer.load import (
     load_model,
     saved_dtype,
 )
-from ranvier.infer.request import Request
+from ranvier.infer.logprobs import TokenLogprobs
+from ranvier.infer.request import EngineStats, Request
 from ranvier.infer.sampling_params import SamplingParams
 from ranvier.infer.scheduler import explain_length
 from ranvier.infer.text_stream import AnswerStream
 from ranvier.models import Decoder
 from ranvier.parallel.parallel_model import get_parallel_model
 from ranvier.system.terminal import print
+
+T = TypeVar("T")
 
 
 def generate_tokens(
@@ -50,6 +53,7 @@ def generate_tokens(
     is_finished: Callable[[Sequence[int]], bool] = lambda tokens: False,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     config: EngineConfig | None = None,
+    on_stats: Callable[[EngineStats], None] = lambda stats: None,
 ) -> list[list[int]]:
     """Returns the tokens that follow each prompt, equal on all ranks.
 
@@ -57,12 +61,11 @@ def generate_tokens(
 
     streams: select the random numbers of each prompt, with the seed (default 0, 1, 2, ...).
     is_finished: whether generation stops after these tokens, of which the last is new; only called
-    on rank 0, as is `on_progress`. Communicates: as the steps of an engine; the tokens over all
-    axes.
+    on rank 0, as are `on_progress` and, at the end, `on_stats`. Communicates: as the steps of an
+    engine; the tokens over all axes.
     """
     config = config or EngineConfig()
     grid = get_parallel_model(model).grid
-    was_training = model.training
     model_config: Any = model.config
     longest = max((len(prompt) for prompt in prompts), default=1)
     problem = explain_length(longest, params.max_tokens, model_config.max_seq)
@@ -91,24 +94,83 @@ def generate_tokens(
                     is_ended = True
                 num_finished += is_ended
             on_progress(num_finished, len(prompts))
+        on_stats(engine.stats())
         return found
 
+    lengths = [len(prompt) + (params.max_tokens or 0) for prompt in prompts]
+    found = _run_in_eval_mode(model, config, generate, lengths, end_token_ids)
+    text = broadcast_text(json.dumps(found), grid, "cpu", channel=ORDERS_CHANNEL)
+    tokens: list[list[int]] = json.loads(text)
+    return tokens
+
+
+def score_in_engine(
+    model: nn.Module,
+    sequences: Sequence[Sequence[int]],
+    config: EngineConfig,
+    *,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    on_stats: Callable[[EngineStats], None] = lambda stats: None,
+) -> list[TokenLogprobs]:
+    """Scores each sequence as `score_sequences` does, with the steps and early exits of an engine.
+
+    All ranks pass the same sequences and get the same result. The callbacks run on rank 0.
+    Communicates: as the steps of an engine; two numbers per token over all axes.
+    """
+    grid = get_parallel_model(model).grid
+
+    def score(engine: Engine) -> list[list[tuple[float, int]]]:
+        for i, tokens in enumerate(sequences):
+            # The last token is the only one that may be sampled, which does not change its score.
+            params = SamplingParams(
+                max_tokens=1,
+                temperature=0.0,
+                ignore_eos=True,
+                logprobs=0,
+                prompt_logprobs=0,
+                allowed_token_ids=(tokens[-1],),
+            )
+            if len(tokens) > 1:
+                prompt = tuple(tokens[:-1])
+                engine.add(Request(request_id=str(i), prompt_token_ids=prompt, params=params))
+        found: list[list[tuple[float, int]]] = [[] for _ in sequences]
+        num_finished = 0
+        while engine.has_unfinished:
+            for output in engine.step():
+                scores = (*(output.prompt_logprobs or ()), *output.logprobs)
+                found[int(output.request_id)] = [(one.logprob, one.rank) for one in scores]
+                num_finished += 1
+            on_progress(num_finished, len(sequences))
+        on_stats(engine.stats())
+        return found
+
+    found = _run_in_eval_mode(model, config, score, [len(one) for one in sequences])
+    text = broadcast_text(json.dumps(found), grid, "cpu", channel=ORDERS_CHANNEL)
+    rows = [torch.tensor(row, dtype=torch.float64).view(-1, 2) for row in json.loads(text)]
+    return [TokenLogprobs(row[:, 0], row[:, 1] == 1.0) for row in rows]
+
+
+def _run_in_eval_mode(
+    model: nn.Module,
+    config: EngineConfig,
+    work: Callable[[Engine], T],
+    lengths: Sequence[int],
+    end_token_ids: Collection[int] = (),
+) -> T | None:
+    """Runs `work` with an engine for requests of known lengths, as `run_with_engine` does."""
+    was_training = model.training
     model.eval()
     try:
-        lengths = [len(prompt) + (params.max_tokens or 0) for prompt in prompts]
-        found = run_with_engine(
+        return run_with_engine(
             model,
             config,
-            generate,
+            work,
             end_token_ids=end_token_ids,
             num_blocks=count_cache_blocks(model, config, lengths),
         )
     finally:
         model.train(was_training)
         get_parallel_model(model).bucket_scheduler.begin_step("")
-    text = broadcast_text(json.dumps(found), grid, "cpu", channel=ORDERS_CHANNEL)
-    tokens: list[list[int]] = json.loads(text)
-    return tokens
 
 
 @dataclass

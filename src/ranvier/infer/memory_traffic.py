@@ -3,7 +3,8 @@
 A step reads all weights once, except the rows of the input embedding that it does not use, and the
 keys and values of all earlier tokens of its sequences, up to the window of a layer. The share of
 the memory bandwidth that a step reaches is bytes / seconds / B, where B is measured by a copy.
-Experts count as if all of them were used.
+Experts count as if all of them were used. Each iteration of a recurrent core reads its weights and
+its keys and values, as if no token exits early.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from ranvier.config.engine import EngineConfig
 from ranvier.infer.model_runner import ModelRunner
 from ranvier.infer.policy import WorkItem
 from ranvier.models.decoder import AttentionCore
+from ranvier.models.recurrent_decoder import RecurrentDecoder
 from ranvier.nn.embedding import Embedding
 from ranvier.parallel.parallel_model import get_parallel_model
 
@@ -41,22 +44,33 @@ class MemoryTraffic:
     """Number of ranks of context, of which each reads its own pages."""
 
     @classmethod
-    def of_model(cls, model: nn.Module, block_size: int) -> MemoryTraffic:
+    def of_model(cls, model: nn.Module, config: EngineConfig) -> MemoryTraffic:
         """Returns the bytes of a model on this rank."""
         parallel = get_parallel_model(model)
         buckets = parallel.bucket_scheduler.buckets
         total = sum(bucket.data.nbytes for bucket in buckets)
-        config: Any = model.config
-        if not config.tie_embeddings:
+        sizes: Any = model.config
+        if not sizes.tie_embeddings:
             tables = [one for one in parallel.layers.values() if isinstance(one, Embedding)]
             total -= sum(x.nbytes for one in tables for x in one.parameters())
-        shape = ModelRunner.kv_cache_shape(model, 1, block_size)
+        num_iterations = config.num_iterations(sizes.mean_recurrence)
+        if isinstance(model, RecurrentDecoder):
+            core = sum(
+                weight.storage.nbytes
+                for name, weight in parallel.weights.items()
+                if name.startswith(f"{model.core_name}.")
+            )
+            total += (num_iterations - 1) * core
+        shape = ModelRunner.kv_cache_shape(model, 1, config.block_size)
         itemsize = buckets[0].data.element_size()
-        cores = [one for one in model.modules() if isinstance(one, AttentionCore)]
+        windows: Counter[int] = Counter()
+        for one in model.modules():
+            if isinstance(one, AttentionCore):
+                windows[one.window] += num_iterations if one.is_recurrent else 1
         return cls(
             total,
-            2 * math.prod(shape) * itemsize // block_size,
-            Counter(core.window for core in cores),
+            2 * math.prod(shape) * itemsize // config.block_size,
+            windows,
             parallel.grid.degrees["context"],
         )
 

@@ -24,11 +24,13 @@ from torch import Tensor, nn
 
 from ranvier.comm import collectives
 from ranvier.comm.consensus import max_over_ranks, world_axis
+from ranvier.config.engine import RecurrenceOptions
 from ranvier.config.plan import RowSplit, RowSplitChoice
 from ranvier.cost.layers import ActivationShape
 from ranvier.errors import PlanError
 from ranvier.grid import ORDERS_CHANNEL
 from ranvier.infer.adapters import find_token_adapters
+from ranvier.infer.early_exit import EarlyExit, ExitTest
 from ranvier.infer.sampler import TokenScores, sample_tokens, score_tokens
 from ranvier.infer.sampling_inputs import SamplingInputs
 from ranvier.infer.step_input import (
@@ -37,6 +39,7 @@ from ranvier.infer.step_input import (
     adapters_of,
     build_sequences,
     copy_together,
+    iterations_of,
     pad_rows,
     positions_of,
     token_ids_of,
@@ -52,6 +55,8 @@ from ranvier.models.paged_attention import (
     attend_to_own_pages,
     paged_attention,
 )
+from ranvier.models.recurrence import Recurrence
+from ranvier.models.recurrent_decoder import RecurrentDecoder
 from ranvier.nn.attention import AttentionCore as ParallelAttentionCore
 from ranvier.nn.fused_linear import FusedLinear
 from ranvier.nn.inference_matmul import BatchInvariantMatmul, ThinMatmul, can_multiply_thin
@@ -59,7 +64,7 @@ from ranvier.nn.layer import ParallelLayer
 from ranvier.nn.linear import Linear
 from ranvier.nn.lm_head import LMHead
 from ranvier.nn.matmul import MatmulBackend, PlainMatmul, choose_cpu_matmul
-from ranvier.parallel.parallel_model import get_parallel_model
+from ranvier.parallel.parallel_model import calls_of, get_parallel_model
 from ranvier.pipeline.step import MicroBatch
 from ranvier.planner.time.serving_step import count_own_tokens
 from ranvier.sharding import Sharding, local_range
@@ -84,6 +89,9 @@ class HomeOutput:
     """Sampled tokens; `FAILED` where none could be sampled."""
     scores: TokenScores | None
     """Log-probabilities of the sampled tokens, then of the scored ones."""
+    iterations: list[int]
+    """Number of iterations before each sampled token, then before the scored ones; empty without
+    early exits."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +100,8 @@ class PendingStep:
 
     step: StepInput
     results: Tensor
-    """Rows of all homes, on the host: token, then log-probabilities; complete after `ready`."""
+    """Rows of all homes, on the host: token, log-probabilities, iterations; complete after
+    `ready`."""
     ready: torch.cuda.Event | None
 
     def wait(self) -> list[HomeOutput]:
@@ -107,13 +116,16 @@ class PendingStep:
     def _read_home(self, results: Tensor, home: HomeInput) -> HomeOutput:
         results = results[: home.num_logits]
         tokens = results[: len(home.sampled_rows), 0].long().tolist()
+        iterations: list[int] = []
+        if self.step.has_exits:
+            iterations = results[:, -1].long().tolist()
+            results = results[:, :-1]
         if self.step.num_top < 0:
-            return HomeOutput(tokens, None)
+            return HomeOutput(tokens, None, iterations)
         _, logprobs, ranks = results[:, : 1 + SCORE_COLUMNS].unbind(1)
         top_tokens, top_logprobs = results[:, 1 + SCORE_COLUMNS :].chunk(2, 1)
-        return HomeOutput(
-            tokens, TokenScores(logprobs, ranks.long(), top_tokens.long(), top_logprobs)
-        )
+        scores = TokenScores(logprobs, ranks.long(), top_tokens.long(), top_logprobs)
+        return HomeOutput(tokens, scores, iterations)
 
 
 class ModelRunner:
@@ -130,6 +142,7 @@ class ModelRunner:
         cuda_graphs: Whether steps may run as CUDA graphs.
         batch_invariant: Whether the logits of a token must not depend on the other tokens of a
             step.
+        recurrence: Iterations of a model with recurrent depth.
     """
 
     def __init__(
@@ -144,6 +157,7 @@ class ModelRunner:
         row_splits: RowSplitChoice = "auto",
         cuda_graphs: bool = True,
         batch_invariant: bool = False,
+        recurrence: RecurrenceOptions | None = None,
     ) -> None:
         self.model = model
         self._row_splits = row_splits
@@ -182,11 +196,20 @@ class ModelRunner:
         self._cores = [module for module in model.modules() if isinstance(module, AttentionCore)]
         shape = self.kv_cache_shape(model, num_blocks, block_size)
         dtype = self.parallel.bucket_scheduler.buckets[0].data.dtype
+        config: Any = model.config
+        recurrence = recurrence or RecurrenceOptions()
+        self.num_iterations = recurrence.num_iterations(config.mean_recurrence)
+        """Number of iterations of the core of a model with recurrent depth, at most."""
+        self._exit_criterion = recurrence.exit_criterion
+        self._early_exit: EarlyExit | None = None
+        """Early exits of the current step."""
         for core in self._cores:
-            keys, values = (torch.zeros(shape, dtype=dtype, device=self.device) for _ in range(2))
-            core.kv_cache = KVCache(keys, values)
-            core.attend_paged = choose_paged_attention(core.kv_cache, batch_invariant)
-            core.attend_own_pages = choose_page_attention(core.kv_cache)
+            core.kv_caches = tuple(
+                KVCache(*(torch.zeros(shape, dtype=dtype, device=self.device) for _ in range(2)))
+                for _ in range(count_kv_caches(core, model, recurrence))
+            )
+            core.attend_paged = choose_paged_attention(core.kv_caches[0], batch_invariant)
+            core.attend_own_pages = choose_page_attention(core.kv_caches[0])
         has_kernels = all(core.attend_paged is not paged_attention for core in self._cores)
         self._has_kernels = self.device.type == "cuda" and has_kernels
         if batch_invariant:
@@ -247,7 +270,13 @@ class ModelRunner:
     def _can_capture(self) -> bool:
         """Whether steps can be CUDA graphs: on one GPU, with kernels that do not wait."""
         # Grouped products of experts copy numbers of rows from the host.
-        return self._has_kernels and self.grid.world_size == 1 and not self._has_experts
+        # Early exits decide on the host after each iteration.
+        return (
+            self._has_kernels
+            and self.grid.world_size == 1
+            and not self._has_experts
+            and self._exit_criterion is None
+        )
 
     def _forward(
         self, tokens: Tensor, positions: Tensor, sequences: PagedSequences, rows: Tensor
@@ -284,7 +313,7 @@ class ModelRunner:
     def free_cache(self) -> None:
         """Frees the memory of keys and values. Afterwards no step can run."""
         for core in self._cores:
-            core.kv_cache = None
+            core.kv_caches = ()
         self.step_graphs = None
         for restore in self._restore:
             restore()
@@ -351,8 +380,15 @@ class ModelRunner:
             total["·".join(event.axis)] += event.bytes
         return total
 
+    def _count_calls(self, name: str) -> int:
+        """Returns the number of calls of a layer per step, without early exits."""
+        if not isinstance(self.model, RecurrentDecoder):
+            return 1
+        calls = self.model.layer_calls(Recurrence(self.num_iterations, 0))
+        return int(calls_of(name, calls).total)
+
     def predict_events(self, step: StepInput) -> list[Event]:
-        """Predicts the communication of the layers in a step."""
+        """Predicts the communication of the layers in a step, of which no token exits early."""
         itemsize = self.parallel.bucket_scheduler.buckets[0].data.element_size()
         seq = step.num_tokens
         if step.context_splits == "none":
@@ -368,7 +404,7 @@ class ModelRunner:
                 for name, layer in self.parallel.communicating_layers.items()
                 if layer is not self.head
                 if self._token_adapters is None or step.has_adapters or ADAPTER_INFIX not in name
-                for event in self._layer_events(layer, shape, step)
+                for event in self._layer_events(layer, shape, step) * self._count_calls(name)
             ]
             if self.head is not None:
                 events += self.head.selected_events(shape, step.num_logits)
@@ -436,7 +472,13 @@ class ModelRunner:
             logits = self._run_eagerly(step)
         results = self._new_results(step)
         if logits is not None:
-            self._sample(logits, step, step.homes[self.home], results)
+            # Iterations are the last column.
+            scores = results[:, : results.shape[1] - step.has_exits]
+            self._sample(logits, step, step.homes[self.home], scores)
+        if self._early_exit is not None:
+            own = self._early_exit.own_iterations
+            results[: len(own), -1] = own.double()
+            self._early_exit = None
         last = self.pipe_axis.size - 1
         results = collectives.broadcast(results, self.pipe_axis, index=last).wait()
         # Where rounding differs between ranks of context, they could sample different tokens.
@@ -473,6 +515,11 @@ class ModelRunner:
             context_index=self.context_axis.index,
         )
         sequences = replace(sequences, rope_lengths=sequences.rope_lengths[:, own_tokens])
+        if step.has_exits:
+            self._early_exit = self._build_early_exit(step)
+        sequences = replace(
+            sequences, num_iterations=self.num_iterations, early_exit=self._early_exit
+        )
         context = self.parallel.step_context
         context.row_splits = step.row_splits
         context.context_splits = step.context_splits
@@ -483,6 +530,31 @@ class ModelRunner:
             context.row_splits = context.context_splits = "tokens"
             if self._token_adapters is not None:
                 self._token_adapters.factors = None
+
+    def _build_early_exit(self, step: StepInput) -> EarlyExit:
+        """Returns the early exits of a step."""
+        assert self._exit_criterion is not None and self.head is not None
+        limits = pad_rows([iterations_of(home) for home in step.homes], step.num_tokens)
+        for row, home in zip(limits, step.homes, strict=True):
+            row[home.num_tokens :] = 1
+        table = replace(self.parallel.table, row_splits=step.row_splits)
+        degrees, index = self._token_grid(step.context_splits)
+        homes = local_range(self.num_homes, table.token_axes("embed", "batch"), degrees, index)
+        tokens = local_range(step.num_tokens, table.token_axes("embed", "seq"), degrees, index)
+        own = step.homes[self.home]
+        test = ExitTest(self._exit_criterion, self.head.vocab_shard, self.vocab_size)
+        return EarlyExit(
+            torch.from_numpy(limits),
+            [*own.sampled_rows, *own.scored_rows],
+            test,
+            num_iterations=self.num_iterations,
+            home=self.home,
+            local_tokens=(slice(homes.start, homes.stop), slice(tokens.start, tokens.stop)),
+            home_axis=self.home_axis,
+            context_axis=self.context_axis,
+            caches=[core.kv_caches for core in self._cores if len(core.kv_caches) > 1],
+            device=self.device,
+        )
 
     def _own_tokens(self, step: StepInput) -> slice:
         """Returns which tokens of a step this rank of context has outside of attention."""
@@ -505,7 +577,9 @@ class ModelRunner:
 
     def _new_results(self, step: StepInput) -> Tensor:
         """Returns zeros for the results of a home: token, then log-probabilities if asked for."""
-        columns = 1 if step.num_top < 0 else 1 + SCORE_COLUMNS + 2 * step.num_top
+        columns = 1 + step.has_exits
+        if step.num_top >= 0:
+            columns += SCORE_COLUMNS + 2 * step.num_top
         return torch.zeros(step.num_logits, columns, dtype=torch.float64, device=self.device)
 
     def _sample_rows(self, logits: Tensor, inputs: SamplingInputs, results: Tensor) -> Tensor:
@@ -531,6 +605,12 @@ class ModelRunner:
             shard = self.head.vocab_shard
             scores = score_tokens(logits[some], tokens, shard, num_top=max(step.num_top, 0))
             _write_scores(results[some], scores)
+
+
+def count_kv_caches(core: AttentionCore, model: nn.Module, recurrence: RecurrenceOptions) -> int:
+    """Returns the number of caches of a layer: one for each stored iteration."""
+    config: Any = model.config
+    return recurrence.num_caches(config.mean_recurrence) if core.is_recurrent else 1
 
 
 MIN_TOKENS_TO_SPLIT = 64

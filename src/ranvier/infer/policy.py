@@ -60,6 +60,10 @@ class SequenceView(Protocol):
         """Number of blocks that the sequence uses."""
 
     @property
+    def num_prompt_tokens(self) -> int:
+        """Number of tokens of the prompt."""
+
+    @property
     def age(self) -> tuple[int, int]:
         """Priority and order of arrival; the oldest sequence has the least."""
 
@@ -100,6 +104,9 @@ class SchedulerView:
     this fraction of them. For a pipeline."""
     in_flight: Collection[str] = ()
     """Ids that cannot be scheduled now, because a step in flight computes them."""
+    decodes_alone: bool = False
+    """Whether the last token of a sequence that generates is not computed together with earlier
+    ones, as after a preemption."""
     find_prefix: Callable[[SequenceView], Sequence[PrefixHit]] | None = None
     """Looks up the prefix cache of each home for a waiting sequence; None if there is none. The
     last token is never part of a hit."""
@@ -218,7 +225,7 @@ class _StepBuilder:
         home = sequence.home
         start = sequence.num_computed + sequence.num_in_flight
         num_tokens = sequence.num_tokens
-        count = min(num_tokens - start, self.budget[home])
+        count = self._count_tokens(sequence, start, home)
         if limit is not None:
             count = min(count, limit)
         if count <= 0:
@@ -238,6 +245,14 @@ class _StepBuilder:
             self.blocks_taken[request_id] = taken
         samples = start + count >= num_tokens - sequence.num_draft_tokens
         self._add_item(WorkItem(request_id, count, start, home, samples))
+
+    def _count_tokens(self, sequence: SequenceView, start: int, home: int) -> int:
+        """Returns how many tokens from `start` on the budget of a home allows."""
+        stop = sequence.num_tokens
+        is_generated = stop > sequence.num_prompt_tokens
+        if self.view.decodes_alone and is_generated and start < stop - 1:
+            stop -= 1
+        return min(stop - start, self.budget[home])
 
     def run_decodes(self, sequences: Sequence[SequenceView], home: int) -> None:
         """Adds one token of each sequence, and its draft tokens.
@@ -359,7 +374,7 @@ class _StepBuilder:
         self.num_rows[home] += 1
         self.admitted.append(Admission(sequence.request_id, home))
         start = hits[home].num_blocks * self.view.block_size
-        count = min(sequence.num_tokens - start, self.budget[home])
+        count = self._count_tokens(sequence, start, home)
         if count > 0:
             samples = start + count == sequence.num_tokens
             self._add_item(WorkItem(sequence.request_id, count, start, home, samples))

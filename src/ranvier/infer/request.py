@@ -99,6 +99,15 @@ class EngineStats:
     launching and waiting."""
     bytes_read: int = 0
     """Bytes of weights, keys and values that the steps of the first rank had to read."""
+    num_iterated_tokens: int = 0
+    """Tokens whose number of iterations an early exit decided, in a model with recurrent depth."""
+    num_iterations: int = 0
+    """Iterations of these tokens."""
+
+    @property
+    def mean_iterations(self) -> float:
+        """Mean number of iterations of these tokens; 0 without any."""
+        return self.num_iterations / max(self.num_iterated_tokens, 1)
 
 
 class EngineInterface(Protocol):

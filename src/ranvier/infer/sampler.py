@@ -102,7 +102,7 @@ def sample_tokens(logits: Tensor, inputs: SamplingInputs, shard: VocabShard) -> 
     assert len(logits) == inputs.num_rows, (logits.shape, inputs.num_rows)
     flags = inputs.flags
     width = logits.shape[1]
-    valid = _valid_columns(logits, shard)
+    valid = valid_columns(logits, shard)
     changed = valid
     if flags.has_masks or flags.has_bias or flags.has_penalties:
         changed = change_logits(valid, inputs, shard.first_column)
@@ -126,7 +126,7 @@ def score_tokens(
     Communicates: all-gather of three numbers per row over the axis of the vocabulary, all-reduce of
     one, all-gather of the most likely tokens.
     """
-    x = _valid_columns(logits, shard)
+    x = valid_columns(logits, shard)
     columns = tokens - shard.first_column
     is_here = (columns >= 0) & (columns < shard.valid_columns)
     hits = x.gather(1, columns.clamp(0, x.shape[1] - 1).unsqueeze(1)).squeeze(1).double()
@@ -135,7 +135,7 @@ def score_tokens(
     sums = _sum_exponentials(x, peaks, torch.ones_like(peaks))
     # A part without finite logits has the sum 0, not NaN.
     sums = sums.masked_fill(peaks == -torch.inf, 0.0)
-    parts = _gather_parts(torch.stack([peaks, sums, hits], 1), shard.axis)  # (p, n, 3)
+    parts = gather_vocab_parts(torch.stack([peaks, sums, hits], 1), shard.axis)  # (p, n, 3)
     peaks, sums, hits = parts.unbind(2)
     peak = peaks.amax(0)
     normalizers = ((peaks - peak).exp() * sums).sum(0).log() + peak
@@ -189,7 +189,7 @@ def change_logits(x: Tensor, inputs: SamplingInputs, first_column: int) -> Tenso
     return space[:rows]
 
 
-def _valid_columns(logits: Tensor, shard: VocabShard) -> Tensor:
+def valid_columns(logits: Tensor, shard: VocabShard) -> Tensor:
     """Returns the logits of tokens, `[n, v]`; one column of -inf if this rank has only padding."""
     if shard.valid_columns == 0:
         return logits.new_full((len(logits), 1), -torch.inf)
@@ -205,7 +205,7 @@ def _row_chunks(x: Tensor) -> Iterator[slice]:
         yield slice(start, start + rows)
 
 
-def _gather_parts(x: Tensor, axis: Axis) -> Tensor:
+def gather_vocab_parts(x: Tensor, axis: Axis) -> Tensor:
     """Gathers `x` of all ranks as `[p, ...]`. Communicates: all-gather over axis."""
     return collectives.all_gather(x.unsqueeze(0), axis, 0).wait()
 
@@ -341,7 +341,7 @@ def _draw_tokens(
         return tokens.masked_fill(~is_finite, 0), ~is_finite
     values, tokens = _keyed_maxima_of_columns(x, inputs, shard, kept)
     # Tokens are exact in float64.
-    parts = _gather_parts(torch.stack([values, tokens.double()], 1), shard.axis)  # (p, n, 2)
+    parts = gather_vocab_parts(torch.stack([values, tokens.double()], 1), shard.axis)  # (p, n, 2)
     best = parts[..., 0].amax(0)
     lost = parts[..., 0] != best
     tokens = parts[..., 1].masked_fill(lost, torch.inf).amin(0)
@@ -415,7 +415,7 @@ def _find_filter(x: Tensor, inputs: SamplingInputs, shard: VocabShard, width: in
     if flags.has_top_p and flags.may_need_all:
         # Gathered and not reduced: all ranks add in the same order.
         sums = _sum_exponentials(x, maxima, _divisors(inputs)[0])
-        totals = _gather_parts(sums, shard.axis).sum(0)
+        totals = gather_vocab_parts(sums, shard.axis).sum(0)
     every_row = torch.arange(len(x), device=x.device)
     counts = _count_kept(candidates, maxima, inputs, every_row, totals)
     thresholds = _smallest_kept_keys(candidates, counts)

@@ -94,6 +94,7 @@ class Scheduler:
         lookahead: bool = False,
         num_groups: int = 1,
         target_itl_seconds: float = 0.0,
+        decodes_alone: bool = False,
     ) -> None:
         """Starts without sequences.
 
@@ -101,6 +102,7 @@ class Scheduler:
         lookahead: whether a sequence in a step in flight may be part of the next one.
         num_groups: number of steps in flight that share the running sequences, for a pipeline.
         target_itl_seconds: time that steps with decodes should take at most; 0 means no target.
+        decodes_alone: as in `SchedulerView`.
         """
         sizes = {(pool.num_blocks, pool.block_size) for pool in pools}
         assert len(sizes) == 1, f"Pools must be of equal size: {sizes}"
@@ -114,6 +116,7 @@ class Scheduler:
         self.lookahead = lookahead
         self.num_groups = num_groups
         self.target_itl_seconds = target_itl_seconds
+        self.decodes_alone = decodes_alone
         self.step_times = StepTimes()
         """Tokens and seconds of the last steps, if there is a target."""
         self.waiting: list[Sequence] = []
@@ -306,6 +309,7 @@ class Scheduler:
             max_num_seqs=self.max_num_seqs,
             num_groups=self.num_groups,
             in_flight=self._unavailable_ids(),
+            decodes_alone=self.decodes_alone,
             find_prefix=self._find_prefix if self.enable_prefix_caching else None,
             count_freed=self._count_freed,
         )

@@ -45,6 +45,8 @@ class Sequence:
     block_ids: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
     """Names of the full blocks so far; see `extend_hashes`."""
+    iterations: dict[int, int] = field(default_factory=dict)
+    """Number of iterations of generated tokens, by position, with early exits."""
     num_named_blocks: int = 0
     """Number of blocks that were offered to the prefix cache, or came from it."""
     home: int = 0

@@ -78,7 +78,7 @@ def print_memory(
         most = max(most, weights)
         num_bytes = memory.kv_cache_bytes(config, weights)
         least_bytes = min(least_bytes, num_bytes)
-        least_blocks = min(least_blocks, num_bytes // block_bytes(model, config.block_size))
+        least_blocks = min(least_blocks, num_bytes // block_bytes(model, config))
     assert model is not None
     num_blocks = int(least_blocks)
     longest = resolve_max_model_len(model, config, num_blocks)

@@ -35,6 +35,9 @@ class SequenceChunk:
     that only grows: another list has other blocks."""
     adapter: int = 0
     """Number of the adapter of the sequence, from 1; 0 for none."""
+    num_iterations: Sequence[int] = ()
+    """Number of iterations of each token in a model with recurrent depth; 0 where an early exit
+    decides. Empty if all tokens have all iterations."""
 
     @property
     def stop(self) -> int:
@@ -87,6 +90,11 @@ class StepInput:
         """Number of logits of each home, with padding; at least one, so that no tensor is empty."""
         return max(1, *(home.num_logits for home in self.homes))
 
+    @property
+    def has_exits(self) -> bool:
+        """Whether the number of iterations differs between tokens."""
+        return any(chunk.num_iterations for home in self.homes for chunk in home.chunks)
+
     def pack(self) -> Tensor:
         """Returns everything as one int64 tensor, for a broadcast."""
         numbers: list[int] = [
@@ -103,9 +111,10 @@ class StepInput:
             for chunk in home.chunks:
                 sizes = (len(chunk.tokens), chunk.start, chunk.num_known_tokens, len(chunk.blocks))
                 numbers += sizes
-                numbers.append(chunk.adapter)
+                numbers += [chunk.adapter, len(chunk.num_iterations)]
                 numbers += chunk.tokens
                 numbers += chunk.blocks
+                numbers += chunk.num_iterations
             numbers += [*home.sampled_rows, *home.scored_rows, *home.scored_tokens]
             integers, floats = home.sampling.pack()
             numbers += [len(integers), len(floats)]
@@ -124,9 +133,10 @@ class StepInput:
             num_chunks, num_sampled, num_scored = numbers.take(3)
             chunks = []
             for _ in range(num_chunks):
-                size, start, known, num_blocks, adapter = numbers.take(5)
-                tokens, blocks = numbers.take(size), numbers.take(num_blocks)
-                chunks.append(SequenceChunk(tokens, start, known, blocks, adapter))
+                size, start, known, num_blocks, adapter, num_limits = numbers.take(6)
+                parts_of_chunk = [numbers.take(n) for n in (size, num_blocks, num_limits)]
+                tokens, blocks, iterations = parts_of_chunk
+                chunks.append(SequenceChunk(tokens, start, known, blocks, adapter, iterations))
             rows = [numbers.take(n) for n in (num_sampled, num_scored, num_scored)]
             num_integers, num_floats = numbers.take(2)
             integers, floats, rest = rest.split(
@@ -173,6 +183,11 @@ def token_ids_of(home: HomeInput) -> list[int]:
 def adapters_of(home: HomeInput) -> list[int]:
     """Returns the number of the adapter of each token of a home."""
     return [chunk.adapter for chunk in home.chunks for _ in chunk.tokens]
+
+
+def iterations_of(home: HomeInput) -> list[int]:
+    """Returns the number of iterations of each token of a home; 0 where an early exit decides."""
+    return [count for chunk in home.chunks for count in chunk.num_iterations]
 
 
 def positions_of(home: HomeInput) -> np.ndarray:

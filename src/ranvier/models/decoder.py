@@ -129,8 +129,12 @@ class AttentionCore(nn.Module):
         divisor to sqrt(query_pre_attn_scalar)."""
         self.attend: Callable[[Tensor, Tensor, Tensor], Tensor] = causal_attention
         """Attention over whole samples; replaced by the fastest backend on the device."""
-        self.kv_cache: KVCache | None = None
-        """Keys and values of the tokens of `PagedSequences`; set by an inference engine."""
+        self.is_recurrent = False
+        """Whether the layer runs several times on a token."""
+        self.kv_caches: tuple[KVCache, ...] = ()
+        """Keys and values of the tokens of `PagedSequences`, set by an inference engine: one cache,
+        or, in a layer that runs several times on a token, one for each iteration. Iteration i uses
+        number i mod n of n caches."""
         self.attend_paged: PagedAttention = paged_attention
         """Attention to the cache; replaced by the fastest backend on the device."""
         self.attend_own_pages: PagePartAttention = attend_to_own_pages
@@ -149,17 +153,15 @@ class AttentionCore(nn.Module):
         """Computes attention. q: `[b, s, h, k]`; k, v: `[b, s, g, k]`; y: `[b, s, h·k]`.
 
         angles: output of `RotaryEmbedding`, or positions `[b, s]`. documents: `Documents`, ids
-        `[b, s]`, or `PagedSequences`, whose keys and values are in `kv_cache`. is_rotated: q and k
+        `[b, s]`, or `PagedSequences`, whose keys and values are in `kv_caches`. is_rotated: q and k
         are results of `rotate`.
         """
         if not is_rotated:
             q, k = self.rotate(q, k, angles)
         if isinstance(documents, PagedSequences):
-            assert self.kv_cache is not None, "an engine sets the cache"
             flat, keys, values = (x.flatten(0, 1) for x in (q, k, v))  # (T, h, k)
-            y = self.attend_paged(
-                flat, keys, values, self.kv_cache, documents, self.window, self.cap
-            )
+            cache = self.kv_cache_of(documents)
+            y = self.attend_paged(flat, keys, values, cache, documents, self.window, self.cap)
             return y.view(q.shape).flatten(2)
         if isinstance(documents, Tensor):
             documents = Documents.from_ids(documents)
@@ -188,8 +190,13 @@ class AttentionCore(nn.Module):
 
         q, o: `[T, h, k]`; k, v: `[T, g, k]`; log-sum-exps: `[h, T]`.
         """
-        assert self.kv_cache is not None, "an engine sets the cache"
-        return self.attend_own_pages(q, k, v, self.kv_cache, sequences, self.window, self.cap)
+        cache = self.kv_cache_of(sequences)
+        return self.attend_own_pages(q, k, v, cache, sequences, self.window, self.cap)
+
+    def kv_cache_of(self, sequences: PagedSequences) -> KVCache:
+        """Returns the cache that this iteration of a step reads and writes."""
+        assert self.kv_caches, "an engine sets the caches"
+        return self.kv_caches[sequences.iteration % len(self.kv_caches)]
 
     def rotate(self, q: Tensor, k: Tensor, angles: Tensor | None) -> tuple[Tensor, Tensor]:
         """Returns scaled queries and keys, rotated by their positions."""

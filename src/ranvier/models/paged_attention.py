@@ -17,10 +17,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+
+class EarlyExit(Protocol):
+    """Decides after each iteration of recurrent layers which tokens need no further one."""
+
+    decides: bool
+    """Whether a token of the step is to be decided, so that logits are needed."""
+
+    def hide_finished(self, sequences: PagedSequences) -> PagedSequences:
+        """Returns the sequences of a step, with finished tokens writing into block 0."""
+
+    def keep_finished(self, before: Tensor, after: Tensor) -> Tensor:
+        """Returns the states after an iteration, of finished tokens those before."""
+
+    def update(self, iteration: int, logits: Tensor | None, sequences: PagedSequences) -> bool:
+        """Finds the tokens that exit after an iteration. Returns whether all have."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +73,13 @@ class PagedSequences:
     """Number of ranks of context, which store the pages of a sequence in turn."""
     context_index: int = 0
     """Index of this rank on context. Tokens in pages of other ranks have slots in block 0."""
+
+    num_iterations: int = 1
+    """Number of iterations of recurrent layers, at most."""
+    iteration: int = 0
+    """The current iteration, which has keys and values of its own."""
+    early_exit: EarlyExit | None = None
+    """Which tokens have fewer iterations; None if none has."""
 
     split_counters: Tensor | None = None
     """Scratch memory of decode kernels, int32 `[n · g]`; zeros before and after each use."""
@@ -96,9 +120,7 @@ class KVCache:
 
     def write(self, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
         """Writes keys and values of tokens, `[T, g, k]` each, into their slots."""
-        blocks = slot_mapping // self.block_size
-        rows = self._rows_of_heads(blocks.unsqueeze(1)).squeeze(-1) * self.block_size
-        rows = (rows + (slot_mapping % self.block_size).unsqueeze(1)).flatten()  # (T · g)
+        rows = self._rows_of_slots(slot_mapping)
         for cache, x in ((self.keys, k), (self.values, v)):
             # A view: the tokens of all heads of all blocks.
             tokens = cache.view(-1, cache.shape[-1])
@@ -117,6 +139,19 @@ class KVCache:
             for cache in (self.keys, self.values)
         )
         return keys, values
+
+    def copy_slots(self, source: KVCache, slot_mapping: Tensor) -> None:
+        """Copies keys and values of some tokens from another cache of the same shape."""
+        rows = self._rows_of_slots(slot_mapping)
+        for cache, other in ((self.keys, source.keys), (self.values, source.values)):
+            width = cache.shape[-1]
+            cache.view(-1, width).index_copy_(0, rows, other.view(-1, width).index_select(0, rows))
+
+    def _rows_of_slots(self, slot_mapping: Tensor) -> Tensor:
+        """Returns where the tokens of each head are, counted in tokens of one head, `[T · g]`."""
+        blocks = slot_mapping // self.block_size
+        rows = self._rows_of_heads(blocks.unsqueeze(1)).squeeze(-1) * self.block_size
+        return (rows + (slot_mapping % self.block_size).unsqueeze(1)).flatten()
 
     def _rows_of_heads(self, blocks: Tensor) -> Tensor:
         """Returns where the blocks of each head are, counted in blocks of one head, `[n, g, B]`.

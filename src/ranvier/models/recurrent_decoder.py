@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from statistics import NormalDist
 
 import torch
@@ -25,6 +26,7 @@ from ranvier.models import counter_random
 from ranvier.models.config import DecoderConfig
 from ranvier.models.decoder import Decoder, build_block
 from ranvier.models.document_attention import Documents, TokenLayout
+from ranvier.models.paged_attention import PagedSequences
 from ranvier.models.recurrence import LOG_NORMAL_SIGMA, LayerCalls, Recurrence, expected_calls
 
 INITIAL_STD = math.sqrt(2 / 5)
@@ -55,14 +57,23 @@ class InitialState(nn.Module):
         self.seed = 0
         """Seed of the run; on a grid that of the step context."""
         self.samples: Tensor | None = None
-        """Index of each sample in the run, `[b]`; 0, 1, 2, ... by default."""
+        """Index of each sample in the run, `[b]`. By default 0, 1, 2, ..., and in evaluation 0 for
+        all, so that a result does not depend on its place in a batch."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Returns the initial state of the tokens of x; x, y: `[b, s, d]`."""
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Returns the initial state of the tokens of x; x, y: `[b, s, d]`.
+
+        positions: of the tokens of an inference engine, `[b, s]`, which all count as tokens of
+        sample 0.
+        """
         samples = self.samples
-        if samples is None:
-            samples = torch.arange(x.shape[0], device=x.device)
-        tokens = torch.arange(x.shape[1], device=x.device).unsqueeze(0)
+        if positions is not None or (samples is None and not self.training):
+            samples = torch.zeros(x.shape[0], dtype=torch.int64)
+        elif samples is None:
+            samples = torch.arange(x.shape[0])
+        tokens = positions
+        if tokens is None:
+            tokens = torch.arange(x.shape[1], device=x.device).unsqueeze(0)
         features = torch.arange(x.shape[2], device=x.device)
         counters = [samples.to(x.device).view(-1, 1, 1), tokens.unsqueeze(-1), features]
         return self.draw_states(self.seed, counters, x.dtype)
@@ -91,10 +102,11 @@ class RecurrentCore(nn.Module):
         super().__init__()
         self.adapter = nn.Linear(config.embed, config.embed, bias=False)
         first = config.prelude_layers
+        blocks = [build_block(config, first + i) for i in range(config.core_layers)]
+        for block in blocks:
+            block.attention.core.is_recurrent = True
         # Not a module list, whose elements would be blocks with buckets of their own.
-        self.layers = nn.Sequential(
-            *(build_block(config, first + i) for i in range(config.core_layers))
-        )
+        self.layers = nn.Sequential(*blocks)
 
     def forward(
         self,
@@ -165,12 +177,14 @@ class RecurrentDecoder(Decoder):
         """Draws the iterations of a training step."""
         self.recurrence = draw_recurrence(seed, step, self.config)
 
-    def layer_calls(self) -> dict[str, LayerCalls]:
+    def layer_calls(self, recurrence: Recurrence | None = None) -> dict[str, LayerCalls]:
         """Returns how often a pass calls each layer that it does not call once, by name.
 
-        The name of a block stands for all of its layers.
+        The name of a block stands for all of its layers. recurrence: iterations of the pass; those
+        of the current training step by default.
         """
-        return {self.core_name: self.recurrence.calls, "norm": LayerCalls(with_grad=2)}
+        calls = (recurrence or self.recurrence).calls
+        return {self.core_name: calls, "norm": LayerCalls(with_grad=2)}
 
     def mean_layer_calls(self) -> dict[str, LayerCalls]:
         """Returns the same as `layer_calls`, on average over training steps."""
@@ -189,6 +203,10 @@ class RecurrentDecoder(Decoder):
         """Returns logits `[b, s, v]`, or the sum of the token losses; as `Decoder.forward`."""
         x, angles, documents = self.prepare_inputs(None, tokens, positions, documents)
         injection = self.run_prelude(x, angles, documents)
+        if isinstance(documents, PagedSequences):
+            assert positions is not None
+            state = self.initial_state(injection, positions)
+            return self.run_step(state, injection, angles, documents, logits_to_keep)
         state = self.initial_state(injection)
         recurrence = self.recurrence
         if not self.training:
@@ -203,6 +221,35 @@ class RecurrentDecoder(Decoder):
             state = self.iterate(state, injection, angles, documents)
         x = self.run_coda(state, angles, documents)
         y: Tensor = self.head(x, targets, logits_to_keep)
+        return y
+
+    def run_step(
+        self,
+        state: Tensor,
+        injection: Tensor,
+        angles: Tensor | None,
+        sequences: PagedSequences,
+        logits_to_keep: Tensor | None,
+    ) -> Tensor:
+        """Runs the iterations of a step of an inference engine; returns logits `[b, n, v]`.
+
+        Tokens may exit before the last iteration, if logits of the next token show that they need
+        no further one; they keep their state then.
+        """
+        exits = sequences.early_exit
+        for i in range(sequences.num_iterations):
+            now = replace(sequences, iteration=i)
+            if exits is None:
+                state = self.iterate(state, injection, angles, now)
+                continue
+            following = self.iterate(state, injection, angles, exits.hide_finished(now))
+            state = exits.keep_finished(state, following)
+            logits = None
+            if exits.decides:
+                logits = self.head(self.run_coda(state, angles, sequences), None, logits_to_keep)
+            if exits.update(i, logits, sequences):
+                break
+        y: Tensor = self.head(self.run_coda(state, angles, sequences), None, logits_to_keep)
         return y
 
     def run_prelude(

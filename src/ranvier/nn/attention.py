@@ -110,7 +110,7 @@ class AttentionCore(ParallelLayer):
                 out = core(q, k, v, angles, documents)
             return out
         if not isinstance(documents, ContextDocuments):
-            if getattr(core, "kv_cache", None) is not None:
+            if getattr(core, "kv_caches", ()):
                 q, k = core.rotate(q, k, angles)
                 return self._attend_to_pages(q, k, v, documents)
             raise ShardingError(

@@ -50,14 +50,34 @@ class ElementNumbering:
         self.row_axis = site.axis(*(axis for axis in region["seq"] if axis == "row"))
         self.features_axis = site.axis(*site.table.feature_axes(dim))
 
-    def number_elements(self, x: Tensor) -> ElementNumbers:
-        """Returns the numbers of the elements of x, `[b, s/row, d/col]`."""
+    def number_elements(self, x: Tensor, *, same_sample: bool = False) -> ElementNumbers:
+        """Returns the numbers of the elements of x, `[b, s/row, d/col]`.
+
+        same_sample: if the indices of samples are not known, use 0 for all.
+        """
+        if same_sample and self.site.step_context.samples is None:
+            samples = torch.zeros(x.shape[0], dtype=torch.int64, device=x.device)
+        else:
+            samples = self._local_samples(x)
+        return ElementNumbers(samples, self._local_tokens(x), self._local_features(x))
+
+    def number_positions(self, x: Tensor, positions: Tensor) -> ElementNumbers:
+        """Returns the numbers of tokens that have positions in sample 0, as in an engine.
+
+        x: `[b, s/row, d/col]`; positions: `[b, s]`.
+        """
+        samples = torch.zeros(x.shape[0], dtype=torch.int64, device=x.device)
+        tokens = local_slice(positions, self.batch_axis, 0)
+        if self.site.step_context.row_splits == "tokens":
+            tokens = local_slice(tokens, self.row_axis, 1)
+        return ElementNumbers(samples, tokens, self._local_features(x))
+
+    def _local_features(self, x: Tensor) -> Tensor:
         # Global indices of the local elements: they must not depend on how x is split.
         here = x.shape[2] // self.num_packed
         starts = torch.arange(self.num_packed, device=x.device) * self.features_axis.size
         starts = (starts + self.features_axis.index) * here
-        features = (starts.unsqueeze(1) + torch.arange(here, device=x.device)).flatten()
-        return ElementNumbers(self._local_samples(x), self._local_tokens(x), features)
+        return (starts.unsqueeze(1) + torch.arange(here, device=x.device)).flatten()
 
     def _local_tokens(self, x: Tensor) -> Tensor:
         documents = self.site.step_context.context_documents

@@ -30,8 +30,17 @@ class InitialState(ParallelLayer):
         self.draw_states = serial.draw_states
         self.numbering = ElementNumbering(site, dim_name(dim))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Returns the initial state of the tokens of x."""
-        counters = self.numbering.number_elements(x).counters
-        states: Tensor = self.draw_states(self.site.step_context.seed, counters, x.dtype)
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Returns the initial state of the tokens of x.
+
+        positions: of the tokens of an inference engine, `[b, s]`, which all count as tokens of
+        sample 0.
+        """
+        if positions is not None:
+            numbers = self.numbering.number_positions(x, positions)
+        else:
+            # In evaluation a result does not depend on its place in a batch.
+            numbers = self.numbering.number_elements(x, same_sample=not self.training)
+        seed = self.site.step_context.seed
+        states: Tensor = self.draw_states(seed, numbers.counters, x.dtype)
         return states

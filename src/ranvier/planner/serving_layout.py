@@ -18,11 +18,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ranvier.config.plan import AXES, Plan
 from ranvier.cost.layers import ActivationShape
+from ranvier.models.recurrence import ONE_CALL
 from ranvier.planner import comm_volume
 from ranvier.planner.cluster import Cluster
 from ranvier.planner.comm_volume import ShardingKey
@@ -140,11 +141,13 @@ def serving_layout(
     # Tokens of all homes pass through the weights of a rank, except those of other replicas.
     tokens_per_home = homes / (plan.expert * plan.depth)
     size = DTYPE_BYTES[dtype]
-    dense, experts, top = _count_parameters(model)
+    stored, *_ = _count_parameters(model)
+    unrolled = _unroll_core(model)
+    dense, experts, top = _count_parameters(unrolled)
     head = sum(
         math.prod(leaf.shape) for part in model.parts for leaf in part.layers_of_kind("head")
     )
-    attention = _attention_work(model, plan, size)
+    attention = _attention_work(unrolled, plan, size)
     device = cluster.device
     bandwidth = device.measured_rate("memory", usual=BANDWIDTH_SHARE * device.bandwidth)
     rate = device.best_matmul_rate(dtype)
@@ -162,7 +165,7 @@ def serving_layout(
         attention_flops=rate * shares.get(device.generation, shares[90])[0],
         efficiency=efficiency,
         host_seconds=host_seconds,
-        communication=_grid_communication(model, plan, cluster, size, dense + head + experts),
+        communication=_grid_communication(unrolled, plan, cluster, size, stored + head + experts),
         context=plan.context,
     )
     weights = size * model.num_parameters / (inner * plan.pipe)
@@ -178,6 +181,18 @@ def serving_layout(
         kv_bytes_per_token=sum(work.kv_bytes for work in attention) / plan.pipe,
         kv_cache_bytes=USABLE_MEMORY * device.memory - weights / plan.depth,
     )
+
+
+def _unroll_core(model: ModelSpec) -> ModelSpec:
+    """Returns a model with a recurrent core as many times as it runs by default."""
+    parts = [
+        # Training has one iteration more on average.
+        replace(part, count=part.count * round(part.calls.total - 1), calls=ONE_CALL)
+        if part.calls != ONE_CALL
+        else part
+        for part in model.parts
+    ]
+    return replace(model, parts=tuple(parts))
 
 
 def _count_parameters(model: ModelSpec) -> tuple[float, float, float]:

@@ -126,8 +126,7 @@ class TextFinish:
     ) -> None:
         """Print a sample of the latest checkpoint and add it to run.json and the report."""
         prompt = run.train.sample_prompt
-        # Recurrent models are not generated from yet.
-        known = (folder / "tokenizer.json").exists() and not run.decoder.is_recurrent
+        known = (folder / "tokenizer.json").exists()
         if not prompt or not known or parameters > MAX_SAMPLED_PARAMETERS:
             return
         text = sample_text(run, folder, device)
@@ -139,8 +138,6 @@ class TextFinish:
     def next_commands(self, run: RunConfig, folder: Path, data: RunData) -> list[str]:
         """The command that continues the prompt, or answers a question."""
         assert isinstance(data, TextData), type(data)
-        if run.decoder.is_recurrent:
-            return []
         prompt = f"{run.train.sample_prompt.strip() or 'Once upon a time'} "
         if data.chat_encoder:
             asks = ["--chat", "YOUR QUESTION"]

@@ -42,6 +42,8 @@ ENGINE_COUNTERS: tuple[tuple[str, str, str], ...] = (
     ("prefix_cache_hits", "Prompt tokens found in the cache.", "prefix_cache_hits"),
     ("num_preemptions", "Preemptions of running requests.", "num_preemptions"),
     ("num_steps", "Steps of the engine.", "num_steps"),
+    ("num_iterations", "Iterations of tokens that may exit early.", "num_iterations"),
+    ("num_iterated_tokens", "Tokens that may exit early.", "num_iterated_tokens"),
 )
 
 
