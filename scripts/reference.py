@@ -431,7 +431,9 @@ def sizes() -> Iterator[str]:
         for name in MODEL_SIZES
     ]
     yield from ("", "The defaults above are for `tiny`. The named sizes are:", "")
-    yield from table(("size", *keys), rows)
+    # A rule instead of a size: see `gemstone_size`.
+    rule = ["`gemstone-WxD`", "D", "W", "W / 128", "W / 256", "128", "4 W", "0", "50304", "false"]
+    yield from table(("size", *keys), [*rows, rule])
 
 
 def refusals() -> Iterator[str]:

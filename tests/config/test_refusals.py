@@ -120,6 +120,10 @@ CASES: list[tuple[str, str]] = [
         "plan.token_chunk=512 with model.dropout=0.1. Chunks need a decoder",
     ),
     ("plan.token_chunk=512 model.kind='vectors'", "plan.token_chunk=512 with model.kind='vec"),
+    (
+        "optim.name='jorge' optim.lr_rule='gemstone'",
+        "optim.lr_rule='gemstone' with optim.name='jorge' and without optim.lr. An lr_eff is known",
+    ),
     ("optim.name='muon' prune.sparsity=0.5", "optim.name='muon' with pruned training. The update"),
     ("optim.name='sgd' optim.state_dtype='int8'", "optim.name='sgd' with optim.state_dtype='int8'"),
     ("optim.name='jorge' lora.rank=4", "optim.name='jorge' with adapters (lora.rank=4). The fac"),

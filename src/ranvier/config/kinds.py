@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ranvier.config.sections import (
@@ -21,7 +21,13 @@ from ranvier.config.sections import (
     suggest_nearest,
 )
 from ranvier.errors import PlanError
-from ranvier.models.config import MODEL_SIZES, AdapterConfig, DecoderConfig
+from ranvier.models.config import (
+    GEMSTONE_PREFIX,
+    MODEL_SIZES,
+    AdapterConfig,
+    DecoderConfig,
+    gemstone_size,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -62,10 +68,23 @@ class ModelKind:
     finish: Reference | None = None
     """Its `train.finish.RunFinish`: what to show when a run has finished; None shows nothing
     more."""
+    size_rules: Mapping[str, Callable[[str], Any]] = field(default_factory=dict)
+    """Sizes that are not listed but built from their name, by the start of the name. A function
+    raises ValueError with value, rule and remedy."""
+
+    def size_rule(self, size: str) -> Callable[[str], Any] | None:
+        """Returns the rule that builds a size from its name; None if the name has none."""
+        found = (rule for start, rule in self.size_rules.items() if size.startswith(start))
+        return next(found, None)
 
     def config_of_size(self, size: str) -> ModelConfig:
         """Returns the config of a named size."""
-        settings: dict[str, Any] = {**dataclasses.asdict(self.sizes[size])}
+        rule = self.size_rule(size)
+        try:
+            named = self.sizes[size] if rule is None else rule(size)
+        except ValueError as error:
+            raise PlanError(str(error)) from None
+        settings: dict[str, Any] = {**dataclasses.asdict(named)}
         return self.config(**{**settings, "kind": self.name, "size": size})
 
     def build_model(self, config: ModelConfig, adapters: AdapterConfig) -> nn.Module:
@@ -85,6 +104,7 @@ MODEL_KINDS: dict[str, ModelKind] = {
         data_source=Reference("ranvier.train.text:TextSource"),
         shrink=Reference("ranvier.tools.shrink:shrink_decoder"),
         finish=Reference("ranvier.train.text:TextFinish"),
+        size_rules={GEMSTONE_PREFIX: gemstone_size},
     ),
 }
 """All kinds of models; the first is the default."""
@@ -102,13 +122,20 @@ def find_kind(name: str) -> ModelKind:
 
 def kind_of_size(size: str) -> ModelKind:
     """Returns the kind that has a named size."""
+    for kind in MODEL_KINDS.values():
+        if kind.size_rule(size) is not None:
+            return kind
     owners = {name: kind for kind in MODEL_KINDS.values() for name in kind.sizes}
     if size not in owners:
         raise PlanError(
             f"model.size={size!r} is unknown.{suggest_nearest(size, owners)} "
-            f"Known sizes are {', '.join(owners)}."
+            f"Known sizes are {', '.join([*owners, *_rule_names()])}."
         )
     return owners[size]
+
+
+def _rule_names() -> list[str]:
+    return [f"{start}*" for kind in MODEL_KINDS.values() for start in kind.size_rules]
 
 
 def named_model(size: str | None = None, kind: str | None = None) -> ModelConfig:

@@ -124,6 +124,22 @@ def _is_recurrent(run: RunConfig) -> bool:
     return isinstance(run.model, DecoderConfig) and run.model.is_recurrent
 
 
+def _missing_effective_lr(run: RunConfig) -> dict[str, str]:
+    """Returns a learning rate that has no default lr_eff, and why; nothing if there is none."""
+    optim = run.optim
+    own_scale = optim.name in ("sgd", "jorge") or (
+        optim.name == "muon" and optim.muon_adjust_lr == "original"
+    )
+    if optim.lr is None and own_scale:
+        return {"setting": "lr", "case": f"optim.name={optim.name!r}"}
+    if optim.lr is None and run.starts_from_trained_weights:
+        return {"setting": "lr", "case": "pretrained weights"}
+    leaves_some_to_adamw = own_scale and optim.name != "sgd"
+    if optim.adamw_lr is None and leaves_some_to_adamw and run.starts_from_trained_weights:
+        return {"setting": "adamw_lr", "case": "pretrained weights"}
+    return {}
+
+
 PRUNING_SCHEDULE = (
     "prune.update_interval={prune.update_interval}, prune.final_step={prune.final_step}"
 )
@@ -195,6 +211,17 @@ REFUSALS: tuple[Refusal, ...] = (
         "optim.lr=0.0 trains nothing",
         "The learning rate must be greater than 0",
         "Use 3e-4",
+    ),
+    Refusal(
+        lambda run: run.optim.lr_rule == "gemstone" and bool(_missing_effective_lr(run)),
+        "optim.lr_rule='gemstone' with {case} and without optim.{setting}",
+        "An lr_eff is known for AdamW from random weights only: other learning rates are divided "
+        "by model.embed · sqrt(model.layers) = {divisor:.4g} as well",
+        "Set optim.{setting} to the learning rate times {divisor:.4g}, or use optim.lr_rule='none'",
+        lambda run: {
+            **_missing_effective_lr(run),
+            "divisor": 1.0 / run.lr_rule_factor,
+        },
     ),
     Refusal(
         lambda run: run.optim.needs_whole_matrices and run.prune.is_enabled,

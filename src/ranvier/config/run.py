@@ -43,9 +43,11 @@ from ranvier.system import safe_files
 
 ConfigT = TypeVar("ConfigT")
 FINETUNING_LR = 2e-5
+"""Learning rate of pretrained models."""
 SGD_LR = 0.1
 MUON_LR = 0.02
-"""Learning rate of pretrained models."""
+GEMSTONE_LR = 5.0
+"""lr_eff of AdamW with optim.lr_rule gemstone, as in the Gemstones suite."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +99,7 @@ class RunConfig:
         # 10% of all steps, at least 10.
         if warmup == -1:
             warmup = min(max(steps // 10, 10), steps)
-        optim = dataclasses.replace(self.optim, lr=self.peak_lr, warmup_steps=warmup)
+        optim = dataclasses.replace(self.optim, lr=self.lr_setting, warmup_steps=warmup)
         return dataclasses.replace(self, plan=plan, optim=optim)
 
     @property
@@ -117,7 +119,12 @@ class RunConfig:
 
     @property
     def peak_lr(self) -> float:
-        """Learning rate after warm-up: the configured one, or one that suits the optimizer."""
+        """Learning rate after warm-up: that of the setting, scaled by `optim.lr_rule`."""
+        return self.lr_setting * self.lr_rule_factor
+
+    @property
+    def lr_setting(self) -> float:
+        """The configured `optim.lr`, or one that suits the optimizer."""
         if self.optim.lr is not None:
             return self.optim.lr
         if self.optim.name in ("sgd", "jorge"):
@@ -127,14 +134,22 @@ class RunConfig:
         return self._default_adamw_lr
 
     @property
+    def lr_rule_factor(self) -> float:
+        """Factor of learning rates by `optim.lr_rule`: 1, or 1 / (embed · sqrt(layers))."""
+        if self.optim.lr_rule == "none":
+            return 1.0
+        # Sizes below 1 are reported with all other problems of the settings.
+        return 1.0 / (max(self.model.embed, 1) * math.sqrt(max(self.model.layers, 1)))
+
+    @property
     def adamw_peak_lr(self) -> float:
         """Learning rate after warm-up of the parameters that muon or jorge leave to AdamW."""
         if self.optim.adamw_lr is not None:
-            return self.optim.adamw_lr
+            return self.optim.adamw_lr * self.lr_rule_factor
         if self.optim.name == "jorge" or (
             self.optim.name == "muon" and self.optim.muon_adjust_lr == "original"
         ):
-            return self._default_adamw_lr
+            return self._default_adamw_lr * self.lr_rule_factor
         return self.peak_lr
 
     @property
@@ -153,7 +168,9 @@ class RunConfig:
 
     @property
     def _default_adamw_lr(self) -> float:
-        """The learning rate of AdamW, derived from the width of the model."""
+        """The learning rate of AdamW, derived from the width of the model, or lr_eff."""
+        if self.optim.lr_rule == "gemstone":
+            return GEMSTONE_LR
         if self.starts_from_trained_weights:
             # Adapters use 10 times the learning rate.
             return FINETUNING_LR * (10.0 if self.lora.rank > 0 or self.lora.init_from else 1.0)

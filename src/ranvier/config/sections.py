@@ -100,7 +100,8 @@ class DecoderModelConfig(DecoderConfig, ModelConfig):
     """Named model size, such as tiny, gpt2, llama3-1b or mixtral-8x7b. Dense models are tiny, gpt2,
     llama3-1b, llama3-8b, llama3-70b, llama3-405b, qwen3-0.6b and qwen3-8b. Mixtures of experts are
     moe-tiny, mixtral-8x7b, qwen3-30b-a3b, deepseek-moe-16b and ted-6.7b-16e. Models with recurrent
-    depth are recurrent-tiny, recurrent-0.5b and huginn-3.5b. `imported` is set by `ranvier
+    depth are recurrent-tiny, recurrent-0.5b and huginn-3.5b. gemstone-WxD is the model of the
+    Gemstones suite with the width W, a multiple of 128, and D layers. `imported` is set by `ranvier
     import`."""
 
     @property
@@ -259,6 +260,11 @@ class OptimConfig:
     2e-4 for its adapters. Otherwise it is 0.576 / embed · min(1, 6 · sqrt(tokens per step) /
     embed), where 0.576 / embed is 3e-3 for tiny and 2.8e-4 for llama3-1b. sgd and jorge, and muon
     with muon_adjust_lr = original, have other scales: their default is 0.1 and 0.02."""
+    lr_rule: Literal["none", "gemstone"] = "none"
+    """How the learning rate depends on the shape of the model. none: lr and adamw_lr are used as
+    they are. gemstone: both are lr_eff, and lr_eff / (model.embed · sqrt(model.layers)) is used,
+    so that one value suits models of other widths and depths. The default lr_eff of AdamW, and of
+    muon with match_rms_adamw, is 5; other optimizers and pretrained models need lr."""
     adamw_lr: float | None = setting(None, minimum=0.0)
     """Peak learning rate of the parameters that muon or jorge leave to AdamW. The default is lr for
     muon with muon_adjust_lr = match_rms_adamw, and otherwise the default rate of AdamW."""

@@ -32,6 +32,7 @@ from ranvier.infer.load import (
 )
 from ranvier.infer.structured_output import GrammarCompiler
 from ranvier.models import MODEL_SIZES, AdapterConfig, Decoder, DecoderConfig
+from ranvier.models.config import find_model_size
 from ranvier.models.lora import ADAPTER_INFIX
 from ranvier.nn.materialize import materialize_parameters
 from ranvier.parallel.parallel_model import get_parallel_model
@@ -83,7 +84,7 @@ class ModelSource:
         if self.kind == "run":
             return load_config_from_dir(self.folder).decoder
         if self.kind == "random":
-            return MODEL_SIZES[self.size]
+            return named_decoder(self.size)
         with PublishedModel.open(self.folder) as source:
             return source.config
 
@@ -253,17 +254,26 @@ def _stored_end_tokens(folder: Path) -> list[int]:
     return []
 
 
+def named_decoder(size: str) -> DecoderConfig:
+    """Returns the architecture of a built-in model; raises if there is none."""
+    try:
+        found = find_model_size(size)
+    except ValueError as error:
+        raise PlanError(str(error)) from None
+    if found is None:
+        raise PlanError(
+            f"model.size={size!r} is not known. Random weights need a built-in model. Use one of "
+            f"{', '.join(MODEL_SIZES)}, gemstone-WxD."
+        )
+    return found
+
+
 def write_random_model(folder: Path, size: str) -> ModelSource:
     """Writes a tokenizer for random weights into a directory, and returns the source.
 
     Token i is the word `ti`; token 0 ends an answer.
     """
-    if size not in MODEL_SIZES:
-        raise PlanError(
-            f"model.size={size!r} is not known. Random weights need a built-in model. Use one of "
-            f"{', '.join(MODEL_SIZES)}."
-        )
-    words = {f"t{i}": i for i in range(MODEL_SIZES[size].vocab)}
+    words = {f"t{i}": i for i in range(named_decoder(size).vocab)}
     tokenizer = {
         "version": "1.0",
         "added_tokens": [

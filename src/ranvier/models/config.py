@@ -6,6 +6,7 @@ Used by code that only needs the sizes of a model (config, planner, command line
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -535,3 +536,64 @@ MODEL_SIZES: dict[str, DecoderConfig] = {
         2, 4, 2, 5280, 55, 17920, vocab=65536, max_seq=4096, mean_recurrence=32, backprop_depth=8
     ),
 }
+
+
+GEMSTONE_PREFIX = "gemstone-"
+"""Start of the names of the models that `gemstone_size` builds from their width and depth."""
+GEMSTONE_HEAD_DIM = 128
+
+
+def gemstone_size(name: str) -> DecoderConfig:
+    """Returns the decoder `gemstone-WxD` of width W and depth D, of the Gemstones suite.
+
+    Heads of 128 elements, two query heads per key/value head, a gated GELU of 4 W, RMSNorm and
+    separate head and embedding: D (15 W² + 2 W) + (2 · 50304 + 1) W parameters. Weights begin with
+    the standard deviation 1 / sqrt(W), and those of output projections with it / sqrt(2 D).
+
+    Raises ValueError with value, rule and remedy.
+    """
+    match = re.fullmatch(rf"{GEMSTONE_PREFIX}([1-9]\d{{0,8}})x([1-9]\d{{0,8}})", name)
+    if match is None:
+        raise ValueError(
+            f"model.size={name!r} is not a width and a depth. Models of this suite are named "
+            "gemstone-WxD, with the width W and the number of layers D. Use e.g. gemstone-256x23."
+        )
+    width = int(match[1])
+    depth = int(match[2])
+    if width % GEMSTONE_HEAD_DIM:
+        near = max(round(width / GEMSTONE_HEAD_DIM), 1) * GEMSTONE_HEAD_DIM
+        raise ValueError(
+            f"model.size={name!r} has the width {width}. A width must be a multiple of "
+            f"{GEMSTONE_HEAD_DIM}, the size of a head. Use gemstone-{near}x{depth}."
+        )
+    if width > SIZE_LIMITS["embed"] or depth > SIZE_LIMITS["layers"]:
+        raise ValueError(
+            f"model.size={name!r} is too large. A model has a width of at most "
+            f"{SIZE_LIMITS['embed']:,} and at most {SIZE_LIMITS['layers']:,} layers. Use a smaller "
+            "width or depth."
+        )
+    heads = width // GEMSTONE_HEAD_DIM
+    # An odd number of heads has no two per key/value head; as many as divide it, like the suite's
+    # models of width 384, which have one key/value head for three.
+    kv_heads = next(n for n in range(max(heads // 2, 1), 0, -1) if heads % n == 0)
+    return _build_size(
+        depth,
+        width,
+        heads,
+        4 * width,
+        kv_heads=kv_heads,
+        vocab=50304,
+        max_seq=2048,
+        activation="geglu",
+        init_std=1.0 / math.sqrt(width),
+    )
+
+
+def find_model_size(name: str) -> DecoderConfig | None:
+    """Returns the model of a name: one of `MODEL_SIZES`, or gemstone-WxD; None if it is unknown.
+
+    Raises ValueError if the name is of the form gemstone-WxD with a wrong width or depth.
+    """
+    if name.startswith(GEMSTONE_PREFIX):
+        return gemstone_size(name)
+    return MODEL_SIZES.get(name)

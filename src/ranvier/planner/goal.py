@@ -28,7 +28,7 @@ from typing import Protocol
 
 from ranvier.config.plan import divisors
 from ranvier.errors import PlanError
-from ranvier.models.config import MODEL_SIZES, DecoderConfig
+from ranvier.models.config import GEMSTONE_PREFIX, MODEL_SIZES, DecoderConfig
 from ranvier.planner.search import SearchResult
 
 SECONDS_PER_DAY = 86400.0
@@ -93,7 +93,7 @@ def parse_goal(text: str) -> Goal:
     size = ""
     parameters = 0.0
     for word in filter(None, (part.strip().lower() for part in text.split(","))):
-        if word in MODEL_SIZES:
+        if word in MODEL_SIZES or word.startswith(GEMSTONE_PREFIX):
             size = word
         elif match := re.fullmatch(r"([\d.]+)\s*([kmbt]?)\s*tokens?", word):
             tokens = _parse_number(match[1], match[2], word)
@@ -104,7 +104,7 @@ def parse_goal(text: str) -> Goal:
         else:
             raise PlanError(
                 f"goal: {word!r} is not a size, a number of tokens or a time. A size is a number "
-                f"of parameters or one of {', '.join(MODEL_SIZES)}. {GOAL_EXAMPLES}"
+                f"of parameters or one of {', '.join(MODEL_SIZES)}, gemstone-WxD. {GOAL_EXAMPLES}"
             )
     missing = [name for name, value in (("tokens", tokens), ("time", seconds)) if not value]
     if missing:

@@ -167,7 +167,9 @@ def resolve_ranks(run: ResolvedRun, context: ResolveContext) -> ResolvedRun:
         share = "at most four micro-batches per stage"
     else:
         share = "all samples of a rank in one pass"
-    if run.starts_from_trained_weights:
+    if run.optim.lr_rule == "gemstone":
+        rate = "the lr_eff of the Gemstones suite, which optim.lr_rule scales by the model's shape"
+    elif run.starts_from_trained_weights:
         rate = "the usual learning rate for pretrained weights"
     else:
         rate = "derived from the width of the model and the tokens per step"

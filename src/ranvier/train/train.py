@@ -468,6 +468,9 @@ def describe_groups(parallel: ParallelModel, run: RunConfig) -> list[str]:
     every = count_parameters(parallel)
     if count < every:
         lines.append(f"trainable: {count:,} of {every:,} parameters ({count / every:.2%})")
+    if run.optim.lr_rule == "gemstone":
+        shape = f"({run.model.embed} · sqrt({run.model.layers}))"
+        lines.append(f"learning rate: lr_eff {run.lr_setting:g} / {shape} = {run.peak_lr:.4g}")
     weights = [weight for weight in parallel.weight_summaries.values() if weight.trainable]
     for group in ("matrix", "embedding", "vector"):
         of_group = [weight for weight in weights if weight.param_group == group]
