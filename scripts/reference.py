@@ -337,6 +337,7 @@ EXAMPLES = {
     "serve": "ranvier serve runs/mine --dry-run",
     "eval": "ranvier eval runs/mine --corpus texts",
     "bench": "ranvier bench http://127.0.0.1:8000 --rate 4 --goodput ttft=200 tpot=50",
+    "scaling-laws": "ranvier scaling-laws --design 6 --budget 1e17 --cluster dgx-h100",
     "report": "ranvier report runs/mine",
     "profile": "ranvier profile runs/mine --steps 1",
     "simulate pipeline": "ranvier simulate pipeline --plan.pipe 4 --plan.global-batch 32",

@@ -41,6 +41,7 @@ LEVELS = (
     "pipeline | data",
     "parallel",
     "planner",
+    "scaling",
     "infer",
     "train",
     "tools",

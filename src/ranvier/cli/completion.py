@@ -20,6 +20,7 @@ OPTION_CLASSES = {
     "profile": arguments.ProfileOptions,
     "simulate": arguments.SimulateOptions,
     "bench": arguments.BenchOptions,
+    "scaling-laws": arguments.ScalingLawsOptions,
     "dry-run": arguments.DryRunOptions,
     "measure": arguments.MeasureOptions,
     "doctor": arguments.DoctorOptions,

@@ -55,6 +55,8 @@ usage: ranvier COMMAND ...
   eval RUN --tasks ...       evaluate a model: lm-eval tasks, needles in a haystack, perplexity,
                              memorized canaries, code generation
   bench URL                  benchmark a server with the API of OpenAI: latency, throughput, goodput
+  scaling-laws RUN ...       fit scaling laws to the losses of runs and prescribe shapes and tokens,
+                             or design runs to fit
   report RUN                 write report.html of a run again
   profile RUN | run.toml     profile the steps of a run on one rank, kernel by kernel
   simulate pipeline [run.toml | RUN]
@@ -647,6 +649,13 @@ def _bench_command(words: Sequence[str]) -> int:
     return bench.run_benchmark(url, settings)
 
 
+def _scaling_laws_command(words: Sequence[str]) -> int:
+    """Fits laws with numpy; imports torch only to examine this machine for a design."""
+    from ranvier.cli import scaling_laws
+
+    return scaling_laws.run_scaling_laws(words)
+
+
 def _report_command(words: Sequence[str]) -> int:
     from ranvier.infer.load import load_config_from_dir
     from ranvier.train.report import report
@@ -806,6 +815,7 @@ COMMANDS: dict[str, Command] = {
     "serve": _serve_command,
     "eval": _eval_command,
     "bench": _bench_command,
+    "scaling-laws": _scaling_laws_command,
     "report": _report_command,
     "profile": _profile_command,
     "simulate": functools.partial(_run_subcommand, "simulate"),

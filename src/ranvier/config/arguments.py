@@ -599,3 +599,42 @@ class BenchOptions:
     """JSON file for the results. If empty, none is written."""
     html: str = ""
     """HTML file with a timeline of the requests. If empty, none is written."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalingLawsOptions:
+    """Fit scaling laws to the held-out losses of runs, and prescribe shapes and tokens.
+
+    Each path is the directory of a run, or a JSONL file with a loss per line: width, depth, tokens
+    and loss and, optionally, run, parameters, flops_per_token, device_seconds_per_token and cooled.
+    Losses along a run at the peak learning rate (hot) and after its cooldown are fitted separately.
+    With --design, writes the settings of runs to train instead.
+    """
+
+    flops: float | None = None
+    """Prescribe shape and tokens for this number of FLOPs, such as 1e21."""
+    hours: float | None = None
+    """Prescribe shape and tokens for this number of device hours."""
+    cluster: str = ""
+    """Cluster for --hours and --design: a built-in name (such as dgx-h100), or a TOML file from
+    `ranvier measure`. If empty, --hours uses the times of the runs, and --design this machine."""
+    resamples: int = setting(200, minimum=10, maximum=100_000)
+    """Number of bootstrap resamples of the runs, for intervals that cover 90%."""
+    seed: int = 0
+    """Random seed of the starting points and of the bootstrap."""
+    json: str = ""
+    """JSON file to write all laws to. - prints it instead of the tables."""
+    html: str = ""
+    """HTML file to write a self-contained page with plots to."""
+    rows: str = ""
+    """JSONL file to write the collected losses to, to fit them again with others."""
+    allow_data_mismatch: bool = False
+    """Fit runs together although their data has different fingerprints."""
+    design: int = 0
+    """Number of runs to design. Writes one TOML file for each."""
+    budget: float = 1e17
+    """FLOPs of all designed runs together."""
+    base: str = ""
+    """TOML file with settings that all designed runs share, such as data and model.vocab."""
+    output: str = "design"
+    """Directory of the designed files."""

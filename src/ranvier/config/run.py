@@ -382,10 +382,19 @@ def _check_type(value: Any, kind: Any, path: str) -> Any:
 
 def to_toml(run: RunConfig) -> str:
     """Returns the config as TOML, with all values written out."""
-    lines = [f"format = {SETTINGS_FORMAT}", ""]
-    for section in dataclasses.fields(RunConfig):
-        lines.append(f"[{section.name}]")
-        for key, value in dataclasses.asdict(getattr(run, section.name)).items():
+    tables = {
+        section.name: dataclasses.asdict(getattr(run, section.name))
+        for section in dataclasses.fields(RunConfig)
+    }
+    return f"format = {SETTINGS_FORMAT}\n\n{tables_to_toml(tables)}"
+
+
+def tables_to_toml(tables: Mapping[str, Mapping[str, Any]]) -> str:
+    """Returns sections with their settings as TOML."""
+    lines = []
+    for section, table in tables.items():
+        lines.append(f"[{section}]")
+        for key, value in table.items():
             # TOML has no null: a missing key means "derived".
             if value is not None:
                 lines.append(f"{key} = {_format_toml_value(value)}")

@@ -118,7 +118,9 @@ def _search_line(
     return best_step, best_value, best_gradient
 
 
-def _update_inverse(inverse: Array, moved: Array, change: Array, *, is_fresh: Array) -> Array:
+def _update_inverse(
+    inverse: Array, moved: Array, change: Array, *, is_fresh: NDArray[np.bool_]
+) -> Array:
     """Returns the inverse Hessians after a step: (I - ρ s yᵀ) H (I - ρ y sᵀ) + ρ s sᵀ."""
     curvature = _dot(moved, change)
     usable = curvature > 1e-14 * _dot(moved, moved)

@@ -11,7 +11,6 @@ centred, so that a coefficient and its exponent are not strongly correlated.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,8 +20,8 @@ from ranvier.scaling.rows import LossTable
 
 HUBER_WIDTHS = (1.0, 1e-2)
 """Widths of the Huber loss before the one of the fit."""
-MAX_EXPONENT = 700.0
-"""exp of larger numbers overflows."""
+MAX_ELEMENTS = 2**20
+"""Numbers per array of a group of refits, which limits their memory."""
 
 
 @dataclass(frozen=True)
@@ -141,12 +140,17 @@ class LawFitter:
         weights: [resamples, rows], how often each row counts.
         """
         centre = self._logarithms.mean(axis=1)
-        start = np.tile(self._centre(law.vector, centre), (len(weights), 1))
-        found, values = self._minimize(start, weights, wide=False)
-        return [
-            ParametricLaw.from_vector(self.form, x, value)
-            for x, value in zip(found, values, strict=True)
-        ]
+        start = self._centre(law.vector, centre)
+        laws = []
+        count = max(MAX_ELEMENTS // (len(self.table) * (len(self.form.terms) + 1)), 1)
+        for first in range(0, len(weights), count):
+            part = weights[first : first + count]
+            found, values = self._minimize(np.tile(start, (len(part), 1)), part, wide=False)
+            laws += [
+                ParametricLaw.from_vector(self.form, x, value)
+                for x, value in zip(found, values, strict=True)
+            ]
+        return laws
 
     def _random_starts(self, count: int, seed: int) -> Array:
         """Exponents, terms and constant at the mean of the data, [starts, parameters]."""
@@ -165,9 +169,7 @@ class LawFitter:
         moved[..., terms : 2 * terms] -= vector[..., :terms] * centre
         return moved
 
-    def _minimize(
-        self, start: Array, weights: Array, *, wide: bool = True
-    ) -> tuple[Array, Array]:
+    def _minimize(self, start: Array, weights: Array, *, wide: bool = True) -> tuple[Array, Array]:
         """Returns parameters and objective of each start; weights: [rows] or [starts, rows]."""
         data = self._logarithms
         centre = data.mean(axis=1)
@@ -178,6 +180,7 @@ class LawFitter:
         x = start
         value = np.zeros(len(x))
         for width in widths:
+
             def objective(x: Array, rows: Indices, width: float = width) -> tuple[Array, Array]:
                 return huber_objective(x, data, target, weights[rows], width)
 

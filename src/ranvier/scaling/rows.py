@@ -19,7 +19,7 @@ import numpy as np
 from ranvier.config.run import RunConfig, check_is_run, load_run_config
 from ranvier.config.sections import DecoderModelConfig, suggest_nearest
 from ranvier.errors import DataError
-from ranvier.scaling.flops import FlopShape, gemstone_parameters
+from ranvier.scaling.flops import GEMSTONE_SEQ, GEMSTONE_VOCAB, FlopShape, gemstone_parameters
 from ranvier.scaling.minimize import Array
 from ranvier.system import safe_files
 
@@ -135,6 +135,20 @@ class Collection:
     cooled: LossTable
     notes: tuple[str, ...]
     """What was left out, and why."""
+    vocab: int = GEMSTONE_VOCAB
+    """Largest vocabulary of the runs."""
+    seq: int = GEMSTONE_SEQ
+    """Longest samples of the runs."""
+
+    @property
+    def tables(self) -> list[tuple[str, LossTable]]:
+        """Hot and cooled losses, if they are of several runs."""
+        both = (("hot", self.hot), ("cooled", self.cooled))
+        return [(name, table) for name, table in both if len({*table.run_index.tolist()}) > 1]
+
+    def to_records(self) -> list[dict[str, Any]]:
+        """Returns one JSON object per loss."""
+        return [*self.hot.to_records(cooled=False), *self.cooled.to_records(cooled=True)]
 
 
 class Collector:
@@ -147,6 +161,8 @@ class Collector:
         self.notes: list[str] = []
         self.fingerprints: dict[str, str] = {}
         """Fingerprint of the data by run."""
+        self.vocabularies: list[int] = []
+        self.lengths: list[int] = []
 
     def read(self, path: Path) -> None:
         """Adds the losses of a run directory, or of a JSONL file."""
@@ -163,15 +179,27 @@ class Collector:
     def collect(self) -> Collection:
         """Returns all losses; raises if they cannot be compared or are from one run only."""
         self._check_same_data()
-        names = {*self.hot.runs, *self.cooled.runs}
-        if len(names) < 2:
-            only = f"Only one run, {next(iter(names))}, has" if names else "No run has"
+        found = Collection(
+            self.hot.build(),
+            self.cooled.build(),
+            tuple(self.notes),
+            max(self.vocabularies, default=GEMSTONE_VOCAB),
+            max(self.lengths, default=GEMSTONE_SEQ),
+        )
+        if not found.tables:
+            names = sorted({*self.hot.runs, *self.cooled.runs})
+            if len(names) == 1:
+                only = f"Only one run, {names[0]}, has held-out losses."
+            elif names:
+                only = f"{' and '.join(names)} have hot and cooled losses, but not the same kind."
+            else:
+                only = "No run has held-out losses at its peak learning rate or after a cooldown."
             hints = "".join(f" {note}" for note in self.notes)
             raise DataError(
-                f"{only} held-out losses.{hints} A law is fitted to runs of different sizes, at "
-                "least two. Pass more runs, or let `ranvier scaling-laws --design` write them."
+                f"{only}{hints} A law is fitted to runs of different sizes, at least two. Pass "
+                "more runs, or let `ranvier scaling-laws --design 6` write them."
             )
-        return Collection(self.hot.build(), self.cooled.build(), tuple(self.notes))
+        return found
 
     def _check_same_data(self) -> None:
         if len({*self.fingerprints.values()}) < 2 or self.allow_data_mismatch:
@@ -211,6 +239,8 @@ class Collector:
                 "Pass other runs."
             )
         rows = _read_metrics(folder)
+        self.vocabularies.append(run.model.vocab)
+        self.lengths.append(run.data.seq_len)
         shape = FlopShape.from_config(run.model, run.data.seq_len)
         world = facts.get("world")
         # Written since the first version; a run without it counts as one device.
@@ -406,13 +436,17 @@ def _seconds_per_token(record: Mapping[str, Any], tokens: float, where: str) -> 
 
 def _read_positive(record: Mapping[str, Any], key: str, where: str) -> float:
     value = record.get(key)
-    good = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not good or not math.isfinite(value) or value <= 0.0:  # type: ignore[arg-type]
-        shown = "missing" if value is None else f"{value!r:.40}"
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        # Larger integers overflow float().
+        number = float(value) if abs(value) < 2**1000 else math.inf
+    else:
+        number = math.nan
+    if not math.isfinite(number) or number <= 0.0:
+        shown = "missing" if key not in record else f"{value!r:.40}"
         raise DataError(
             f"{where}: {key} is {shown}. It must be a finite number above 0. Fix or remove the row."
         )
-    return float(value)  # type: ignore[arg-type]
+    return number
 
 
 def collect_losses(paths: Sequence[Path], *, allow_data_mismatch: bool = False) -> Collection:
