@@ -398,6 +398,7 @@ MISSING = [
     "import ./nope",
     "upcycle ./nope --experts 8",
     "extend-context ./nope --max-position 8192",
+    "scaling-laws nope",
     "train --data.sources nope.jsonl",
     "train --train.init-from ./nope",
     "data prepare nope.jsonl",

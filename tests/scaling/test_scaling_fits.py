@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -62,7 +63,7 @@ def test_the_law_of_parameters_and_tokens_reaches_the_published_objective(
     huber = np.where(small, 0.5 * residual**2, 1e-4 * (np.abs(residual) - 0.5e-4))
     assert law.objective == pytest.approx(float(huber.sum()), rel=1e-9)
     # Control: a law that is slightly off does not reach it.
-    off = ParametricLaw.from_vector(TWO_TERMS, law.vector + [0, 0, 0.05, 0, 0], math.nan)
+    off = replace(law, coefficients=(law.coefficients[0] + 0.05, law.coefficients[1]))
     assert np.abs(np.log(table.loss / off.predict(dict(table.values)))).sum() * 1e-4 > 2.2e-4
 
 
@@ -73,8 +74,8 @@ def test_the_hull_is_that_of_all_lines_below() -> None:
     x, y = np.log(cost), np.log(loss)
     found = lower_hull(cost.tolist(), loss.tolist())
     assert found == sorted(found, key=lambda i: x[i])
-    assert all(y[b] < y[a] for a, b in zip(found[:-1], found[1:], strict=True))
-    for a, b in zip(found[:-1], found[1:], strict=True):
+    assert all(y[b] < y[a] for a, b in itertools.pairwise(found))
+    for a, b in itertools.pairwise(found):
         line = y[a] + (x - x[a]) * (y[b] - y[a]) / (x[b] - x[a])
         assert (y >= line - 1e-12).all()
     assert y[found[-1]] == y.min()
@@ -137,7 +138,7 @@ KNOWN_LAWS = [
 
 @pytest.mark.parametrize("law", KNOWN_LAWS, ids=lambda law: law.form.name)
 def test_a_known_law_is_recovered(gemstones: Collection, law: ParametricLaw) -> None:
-    found = LawFitter(law.form, known_table(gemstones, law, 0.0)).fit(starts=48)
+    found = LawFitter(law.form, known_table(gemstones, law, 0.0)).fit()
     assert found.exponents == pytest.approx(law.exponents, abs=2e-3)
     assert found.irreducible_loss == pytest.approx(law.irreducible_loss, rel=1e-2)
 

@@ -651,9 +651,15 @@ def _bench_command(words: Sequence[str]) -> int:
 
 def _scaling_laws_command(words: Sequence[str]) -> int:
     """Fits laws with numpy; imports torch only to examine this machine for a design."""
+    from ranvier.config.arguments import ScalingLawsOptions
+
+    paths, options = split_words(words)
+    settings = parse_options(
+        ScalingLawsOptions, ScalingLawsOptions(), "scaling-laws RUN ...", options
+    )
     from ranvier.cli import scaling_laws
 
-    return scaling_laws.run_scaling_laws(words)
+    return scaling_laws.run_scaling_laws(paths, settings)
 
 
 def _report_command(words: Sequence[str]) -> int:

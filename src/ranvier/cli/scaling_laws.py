@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ranvier.cli.parsing import parse_options, split_words
 from ranvier.config.arguments import ScalingLawsOptions
 from ranvier.errors import PlanError, WriteError
 from ranvier.planner import cluster as clusters
@@ -28,13 +27,9 @@ from ranvier.scaling.prescription import (
 from ranvier.scaling.rows import Collection, collect_losses
 from ranvier.system.terminal import command_line, print
 
-USAGE = "scaling-laws RUN ... | ROWS.jsonl"
 
-
-def run_scaling_laws(words: Sequence[str]) -> int:
+def run_scaling_laws(paths: Sequence[str], wanted: ScalingLawsOptions) -> int:
     """Fits laws and prints them, or writes the files of a design."""
-    paths, options = split_words(words)
-    wanted = parse_options(ScalingLawsOptions, ScalingLawsOptions(), USAGE, options)
     if wanted.design:
         return write_designed_runs(wanted, paths)
     _check_options(wanted, paths)
@@ -66,8 +61,8 @@ def _check_options(wanted: ScalingLawsOptions, paths: Sequence[str]) -> None:
     wrong = []
     if not paths:
         wrong.append(
-            "No run is given. Laws are fitted to the losses of runs. Use: ranvier "
-            f"{USAGE}, or `ranvier scaling-laws --design 6` to write runs to train."
+            "No run is given. Laws are fitted to the losses of runs. Use: ranvier scaling-laws RUN "
+            "..., or `ranvier scaling-laws --design 6` to write runs to train."
         )
     for name in ("flops", "hours"):
         value = getattr(wanted, name)

@@ -43,7 +43,7 @@ class Interval:
         return self.high - self.low
 
     def contains(self, value: float) -> bool:
-        """Whether a value lies inside."""
+        """Whether a value is inside."""
         return self.low <= value <= self.high
 
 

@@ -63,7 +63,7 @@ def lower_hull(cost: Sequence[float], loss: Sequence[float]) -> list[int]:
     y = [math.log(value) for value in loss]
     found: list[int] = []
     for i in sorted(range(len(x)), key=lambda k: (x[k], y[k])):
-        # The last point stays if it lies below the line from the one before it to this one.
+        # The last point stays if it is below the line from the one before it to this one.
         while len(found) > 1 and _turn(x, y, found[-2], found[-1], i) <= 0.0:
             found.pop()
         found.append(i)

@@ -79,7 +79,7 @@ def fit_laws(table: LossTable, *, resamples: int = 200, seed: int = 0) -> Scalin
     for cost in costs:
         hull = fit_hull(table, cost)
         if len(hull.rows) < 2:
-            refused[f"hull by {cost}"] = "only one loss lies on the hull"
+            refused[f"hull by {cost}"] = "only one loss is on the hull"
         else:
             hulls[cost] = FittedHull(hull, tuple(resample_hull(table, cost, draws)))
     laws = []

@@ -44,7 +44,7 @@ class LawForm:
             return f"{len(table)} losses for {self.num_parameters} parameters"
         shapes = [name for name in self.terms if name != "tokens"]
         design = np.log(np.stack([table.column(name) for name in self.terms], axis=1))
-        # Every term must vary on its own: shapes must not lie on a line.
+        # Every term must vary on its own: shapes must not be on one line.
         centred = design - design.mean(axis=0)
         if np.linalg.matrix_rank(centred, tol=1e-6 * max(np.abs(centred).max(), 1e-300)) < len(
             self.terms
@@ -184,7 +184,7 @@ class LawFitter:
             def objective(x: Array, rows: Indices, width: float = width) -> tuple[Array, Array]:
                 return huber_objective(x, data, target, weights[rows], width)
 
-            # Second derivatives differ between widths, so each begins anew.
+            # Second derivatives differ between widths, so that each begins with the gradient.
             x, value = minimize(objective, x)
         return self._centre(x, -centre), value
 

@@ -9,7 +9,7 @@ spread is the interval.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -44,6 +44,14 @@ class TokenCost(Protocol):
         ...
 
 
+def _linear_in_depth(count: Callable[[int, int], float], width: Array, depth: Array) -> Array:
+    """Returns count(width, depth) of shapes, for a count that is linear in the depth."""
+    widths, place = np.unique(width, return_inverse=True)
+    one, two = (np.array([count(int(w), layers) for w in widths]) for layers in (1, 2))
+    found: Array = one[place] + (depth - 1.0) * (two - one)[place]
+    return found
+
+
 @dataclass(frozen=True)
 class FlopCost:
     """FLOPs per token."""
@@ -54,13 +62,12 @@ class FlopCost:
 
     def per_token(self, width: Array, depth: Array) -> Array:
         """Returns the FLOPs per token of shapes."""
-        # FLOPs are linear in the depth, and quadratic in the width.
-        return np.array(
-            [
-                FlopShape.gemstone(int(w), int(d), vocab=self.vocab, seq=self.seq).flops_per_token
-                for w, d in zip(width, depth, strict=True)
-            ]
-        )
+
+        def count(width: int, depth: int) -> float:
+            shape = FlopShape.gemstone(width, depth, vocab=self.vocab, seq=self.seq)
+            return shape.flops_per_token
+
+        return _linear_in_depth(count, width, depth)
 
 
 @dataclass(frozen=True)
@@ -104,12 +111,11 @@ class ShapeGrid:
     @cached_property
     def parameters(self) -> Array:
         """Number of parameters of all shapes."""
-        return np.array(
-            [
-                float(gemstone_parameters(int(w), int(d), self.vocab))
-                for w, d in zip(*self.shapes, strict=True)
-            ]
-        )
+
+        def count(width: int, depth: int) -> float:
+            return float(gemstone_parameters(width, depth, self.vocab))
+
+        return _linear_in_depth(count, *self.shapes)
 
     @cached_property
     def token_costs(self) -> Array:
