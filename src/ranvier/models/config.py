@@ -207,7 +207,40 @@ class RecurrenceConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecoderConfig(RotaryConfig, ExpertConfig, RecurrenceConfig):
+class ResidualConfig:
+    """When outputs are added to the residual stream; a part of `DecoderConfig`."""
+
+    residual: Literal["serial", "ladder"] = "serial"
+    """Input of attention and MLP: the sum of all outputs before (serial), or a sum without the last
+    output (ladder residual), whose reduction over ranks overlaps with the module."""
+    ladder_layers: tuple[int, ...] = ()
+    """Layers with a ladder residual, counted from 0; empty for all layers."""
+
+    def find_residual_problems(self, layers: int, norm_position: str) -> list[str]:
+        """Returns the inconsistent settings, each with value, rule and remedy."""
+        found = []
+        if self.ladder_layers and self.residual != "ladder":
+            found.append(
+                f"ladder_layers={list(self.ladder_layers)} has no effect with "
+                f"residual={self.residual!r}. Only a ladder residual has ladder layers. Use "
+                "residual='ladder', or remove ladder_layers."
+            )
+        if any(not 0 <= layer < layers for layer in self.ladder_layers):
+            found.append(
+                f"ladder_layers={list(self.ladder_layers)} contains an invalid layer. Layers are "
+                f"numbered from 0 to {layers - 1}. Use these numbers."
+            )
+        if self.residual == "ladder" and norm_position not in ("pre", "post", "both"):
+            found.append(
+                f"residual='ladder' is not supported with norm_position={norm_position!r}. A "
+                "ladder residual adds an output after the next module has read the stream, so no "
+                "norm can follow the sum. Use norm_position='pre'."
+            )
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig(RotaryConfig, ExpertConfig, RecurrenceConfig, ResidualConfig):
     """Configuration of a decoder: its sizes, norms, attention, positions, experts and recurrence.
 
     `MODEL_SIZES` has the configurations of published models by name. The fields are also the
@@ -292,6 +325,15 @@ class DecoderConfig(RotaryConfig, ExpertConfig, RecurrenceConfig):
             return self.sliding_window
         return 0
 
+    def is_ladder_layer(self, layer: int) -> bool:
+        """Whether a layer has a ladder residual."""
+        chosen = not self.ladder_layers or layer in self.ladder_layers
+        return self.residual == "ladder" and chosen
+
+    def receives_addend(self, layer: int) -> bool:
+        """Whether a layer adds the MLP output of the layer before it, which does not add it."""
+        return 0 < layer < self.layers and self.is_ladder_layer(layer)
+
     def has_experts(self, layer: int) -> bool:
         """Whether a layer is a mixture of experts."""
         after = layer - self.dense_first_layers
@@ -322,6 +364,7 @@ class DecoderConfig(RotaryConfig, ExpertConfig, RecurrenceConfig):
         # Number of elements of a head that are rotated.
         turned = int(self.head_dim * self.partial_rotary_factor)
         found = self.find_expert_problems() + self.find_recurrence_problems(self.layers)
+        found += self.find_residual_problems(self.layers, self.norm_position)
         # Limits the number of tensors that a config from a file can require to list.
         if self.experts * self.layers > MAX_TOTAL_EXPERTS:
             found.append(

@@ -307,6 +307,13 @@ class Block(nn.Module):
     """A transformer block: x + attention(norm(x)), then x + mlp(norm(x)).
 
     `norm_position` can also move the norms to the outputs of attention and MLP, or use both.
+
+    With a ladder residual each module reads the stream without the output of the module before it,
+    so that the reduction of that output over ranks overlaps with the module (Zhang et al. 2025):
+
+        a = attention(norm(x));  x = x + addend;  m = mlp(norm(x));  x = x + a
+
+    where `addend` is the MLP output of the previous block, and `m` is the addend of the next one.
     """
 
     can_defer_add = True
@@ -324,6 +331,11 @@ class Block(nn.Module):
         super().__init__()
         before = config.norm_position != "post"
         after = config.norm_position != "pre"
+        self.is_ladder = config.is_ladder_layer(layer)
+        self.receives_addend = config.receives_addend(layer)
+        """Whether the block before leaves the addition of its MLP output to this one."""
+        self.returns_addend = config.receives_addend(layer + 1)
+        """Whether the block returns its MLP output beside the stream, for the next block to add."""
         if before:
             self.norm1 = build_norm(config)
         else:
@@ -354,10 +366,59 @@ class Block(nn.Module):
         x: Tensor,
         angles: Tensor | None,
         documents: Documents | TokenLayout | Tensor | None,
-    ) -> Tensor:
-        """Runs the block; x, y: `[b, s, d]`."""
-        x, more = self.forward_without_add(x, angles, documents)
+        addend: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Runs the block; x, addend, y: `[b, s, d]`.
+
+        With `returns_addend` it returns the residual stream and the output of the MLP, which is not
+        added yet. On a grid the reduction of that output may be pending (`nn.pending_output`).
+        """
+        if self.is_ladder:
+            x, more = self.forward_ladder(x, angles, documents, addend)
+        else:
+            x, more = self.forward_without_add(x, angles, documents)
+        if self.returns_addend:
+            return x, more
         return x + more
+
+    def forward_ladder(
+        self,
+        x: Tensor,
+        angles: Tensor | None,
+        documents: Documents | TokenLayout | Tensor | None,
+        addend: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the residual stream after attention, and the output of the MLP to be added.
+
+        The first block of a model has no addend.
+        """
+        y = self.attention(self.norm1(x), angles, documents)
+        if addend is not None:
+            x = x + addend
+        more = self.mlp_to_residual(self.mlp(self.norm2(x)))
+        return x + self.attention_to_residual(y), more
+
+    @property
+    def deferred_outputs(self) -> tuple[str, ...]:
+        """Layers whose output is added after the next module has run, and not read before."""
+        # A norm, dropout or adapter reads the output at once.
+        found = []
+        if (
+            self.is_ladder
+            and isinstance(self.after1, nn.Identity)
+            and self.dropout1.p == 0.0
+            and "o" not in getattr(self.attention, "adapters", ())
+        ):
+            found.append("attention.o")
+        if (
+            (self.is_ladder or self.returns_addend)
+            and isinstance(self.mlp, GatedMLP | UngatedMLP)
+            and isinstance(self.after2, nn.Identity)
+            and self.dropout2.p == 0.0
+            and "down" not in getattr(self.mlp, "adapters", ())
+        ):
+            found.append("mlp.down")
+        return tuple(found)
 
     def forward_without_add(
         self,
@@ -380,8 +441,8 @@ class Block(nn.Module):
         documents: Documents | TokenLayout | Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Returns the residual stream after attention, and the input of the MLP."""
-        y = self.after1(self.attention(self.norm1(x), angles, documents))
-        x = x + self.dropout1(y)
+        y = self.attention(self.norm1(x), angles, documents)
+        x = x + self.attention_to_residual(y)
         return x, self.norm2(x)
 
     # Everything but attention treats tokens alike, so the part before it and the part after it can
@@ -394,10 +455,30 @@ class Block(nn.Module):
         q, k = self.attention.core.rotate(q, k, angles)
         return q, k, v
 
-    def forward_after_attention(self, x: Tensor, attended: Tensor) -> Tensor:
-        """Returns the output of the block; x: its input; attended: the result of attention."""
-        x = x + self.dropout1(self.after1(self.attention.project_output(attended)))
-        return x + self.mlp_to_residual(self.mlp(self.norm2(x)))
+    def forward_after_attention(
+        self, x: Tensor, attended: Tensor, addend: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Returns the output of the block.
+
+        x, addend: its inputs; attended: the result of attention.
+        """
+        y = self.attention_to_residual(self.attention.project_output(attended))
+        # The order of the sums is that of `forward`.
+        if self.is_ladder:
+            x = x if addend is None else x + addend
+            more = self.mlp_to_residual(self.mlp(self.norm2(x)))
+            x = x + y
+        else:
+            x = x + y
+            more = self.mlp_to_residual(self.mlp(self.norm2(x)))
+        if self.returns_addend:
+            return x, more
+        return x + more
+
+    def attention_to_residual(self, y: Tensor) -> Tensor:
+        """Applies the norm and dropout that follow attention."""
+        out: Tensor = self.dropout1(self.after1(y))
+        return out
 
     def mlp_to_residual(self, y: Tensor) -> Tensor:
         """Applies the norm and dropout that follow the MLP."""
@@ -558,6 +639,8 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Runs a range of `parts`, e.g. a pipeline stage.
 
+        Before a ladder layer the stream and its addend are one tensor, `[2, b, s, d]`.
+
         Args:
             x: Output of the previous parts, `[b, s, d]`; for the first part None, or the embedded
                 tokens.
@@ -573,8 +656,21 @@ class Decoder(nn.Module):
             x, tokens, positions, documents, embeds=parts.start == 0
         )
         # Part 0 is the embedding, part i is block i - 1, and the last part is norm and head.
+        addend = None
+        if parts.start > 0 and self.config.receives_addend(parts.start - 1):
+            x, addend = x.unbind(0)
         for block in self.blocks[max(parts.start - 1, 0) : parts.stop - 1]:
-            x = block(x, angles, documents)
+            if block.is_ladder:
+                x = block(x, angles, documents, addend)
+            else:
+                x = block(x, angles, documents)
+            if block.returns_addend:
+                x, addend = x
+            else:
+                addend = None
+        if addend is not None:
+            # The next stage gets complete tensors: nothing is pending between stages.
+            x = torch.stack([x, addend])
         if parts.stop > len(self.blocks) + 1:
             x = self.norm(x)
             if scored:
