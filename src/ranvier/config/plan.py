@@ -28,7 +28,7 @@ MAX_WHOLE_TOKENS = 65536
 InnerSplit = Literal["samples", "features"]
 RowSplit = Literal["tokens", "none"]
 RowSplitChoice = Literal["auto", "tokens", "none"]
-Overlap = Literal["dx", "dw", "weight_gather", "moe_dispatch", "context_keys"]
+Overlap = Literal["dx", "dw", "weight_gather", "moe_dispatch", "context_keys", "residual"]
 Dispatch = Literal["model", "bf16", "fp8"]
 Compile = Literal["auto", "on", "off"]
 ContextOrder = Literal["contiguous", "zigzag", "balanced"]
@@ -139,11 +139,14 @@ class Plan:
     cuda_graph: bool = False
     """Replay the whole step as one CUDA graph, for models so small that kernel launches dominate.
     Requires one rank and data.document_mask=False."""
-    overlap: tuple[Overlap, ...] = ("dx", "dw", "weight_gather", "moe_dispatch", "context_keys")
+    overlap: tuple[Overlap, ...] = (
+        *("dx", "dw", "weight_gather", "moe_dispatch", "context_keys"),
+        "residual",
+    )
     """Communication to overlap with compute: dx (input gradients), dw (weight gradients, over
     depth, data, context and expert), weight_gather (all-gather of weights), moe_dispatch (tokens to
     experts and back, behind the shared expert), context_keys (keys and values of other ranks of
-    context)."""
+    context), residual (outputs of attention and MLP of ladder layers, behind the next module)."""
     moe_dispatch_dtype: Dispatch = "model"
     """Data type in which tokens are sent to experts: model (the type of the activations), bf16, or
     fp8 (e4m3 with one scale per row: half the bytes of bf16, 4 significant bits). Expert outputs

@@ -185,6 +185,13 @@ class LinearCost(LayerCost):
     grouped_input: bool = False
     whole_sequence: bool = False
     """Whether the enclosing module has already gathered the sequence over row."""
+    defers_reduction: bool = False
+    """Whether the reduction of the output runs behind the next module (ladder residual)."""
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether the reduction overlaps with the next module; no recomputation repeats it."""
+        return self.defers_reduction and self.scatter_group.size * self.reduce_group.size > 1
 
     @cached_property
     def gather_group(self) -> AxisGroup:
@@ -231,6 +238,10 @@ class LinearCost(LayerCost):
         return x, ground.local_tokens(
             flow, first.out_dim
         ) * self.output_width * self.scatter_group.size
+
+    def events(self, flow: ActivationShape, *, recomputed: bool = False) -> list[Event]:
+        """Returns the communication of a micro-batch; a pending output is not recomputed."""
+        return super().events(flow, recomputed=recomputed and not self.is_pending)
 
     def forward_events(self, flow: ActivationShape) -> list[Event]:
         """Returns the all-gather of x and the reduce-scatter of y."""
@@ -281,6 +292,9 @@ class LinearCost(LayerCost):
         communicated = self.scatter_group.size * self.reduce_group.size > 1
         output = y // self.scatter_group.size
         if self.gather_group.size == 1 and not communicated:
+            return 0
+        # Neither it nor its product is saved.
+        if self.is_pending:
             return 0
         # It replaces the results of products, which selective recomputation saves.
         if selective:

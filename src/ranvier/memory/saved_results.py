@@ -193,7 +193,7 @@ class SavedResults:
         return tree_map_only(_PackedTensor, lambda one: one.unpack_tensor(), value)
 
     def _pack_tensor(self, x: Tensor) -> _PackedTensor:
-        return _PackedTensor(self.policy.store, self.policy.store.pack(_detach_with_version(x)))
+        return _PackedTensor(self.policy.store, self.policy.store.pack(detach_with_version(x)))
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,7 @@ def _pack_shape_only(x: Tensor) -> _PackedTensor:
     return _PackedTensor(None, (x.shape, {"dtype": x.dtype, "device": x.device}))
 
 
-def _detach_with_version(x: Tensor) -> Tensor:
+def detach_with_version(x: Tensor) -> Tensor:
     """Returns the tensor without its autograd history, but with its version counter.
 
     Below autograd a view does not share the version counter unless ADInplaceOrView is enabled, as

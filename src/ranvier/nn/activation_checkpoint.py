@@ -28,6 +28,7 @@ from ranvier.config.plan import Recompute
 from ranvier.errors import PlanError
 from ranvier.memory.saved_results import SavedResults
 from ranvier.nn.layer import StepContext
+from ranvier.nn.pending_output import PendingOutput
 
 SAVED_OPS = frozenset(
     {
@@ -87,6 +88,9 @@ def checkpoint_block(
     # Captured now: during recomputation the step context belongs to another micro-batch.
     keeping = moment.save_policy
     current = (moment.samples, moment.context_documents)
+    for arg in args:
+        if isinstance(arg, PendingOutput):
+            arg.save_for_recomputation(keeping.store)
     selective = kind == "selective"
     compiling = torch.compiler.is_compiling()
     if compiling:

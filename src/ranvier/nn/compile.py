@@ -7,7 +7,7 @@ the block at every call (without recomputed communication).
 
 Blocks that dispatch tokens to experts of other ranks are an exception, as the host must know the
 number of tokens. The part before the experts is a graph, and the experts run eagerly; with
-activation checkpointing the whole block runs eagerly. Attention over context is one operation of a
+activation checkpointing or a ladder residual the whole block runs eagerly. Attention over context is one operation of a
 graph (`nn.context_graph`), which records its communication when it runs.
 """
 
@@ -108,10 +108,13 @@ class CompiledBlocks:
         if isinstance(x, DeferredResidual):
             # A recomputed block saves its inputs: one tensor is cheaper to save than two.
             x, more = x if kind == "none" else (x.x + x.addend, None)
+        # Whether the block has a ladder residual, or returns two values for a block that has one.
+        form = [getattr(block, name, False) for name in ("is_ladder", "returns_addend")]
         left = (
             self.step_context.defer_residual_add
             and kind == "none"
             and getattr(block, "can_defer_add", False)
+            and not any(form)
         )
         # Hooks must see the complete output.
         left = left and not (block._forward_hooks or block._forward_pre_hooks)
@@ -123,7 +126,7 @@ class CompiledBlocks:
             part = "forward_without_add"
         # The iterations of a recurrent core that have no gradients have a graph of their own.
         has_grad = torch.is_grad_enabled()
-        key = (type(block), kind, part, has_grad, *map(_graph_key, (x, more, *others)))
+        key = (type(block), kind, part, *form, has_grad, *map(_graph_key, (x, more, *others)))
         if is_inference:
             # One graph for all batches; a batch of one is a special case of the compiler.
             kinds = [
@@ -131,12 +134,13 @@ class CompiledBlocks:
                 for one in others
                 if hasattr(one, "slot_mapping")
             ]
-            key = (type(block), part, *kinds, more is None, x.shape[1] == 1)
+            adds = sum(isinstance(one, Tensor) for one in others)
+            key = (type(block), part, *form, adds, *kinds, more is None, x.shape[1] == 1)
             if key not in self.graph_events:
                 _mark_tokens_dynamic(args)
         # Above this limit new variants run eagerly, before dynamo reaches its recompile limit.
         many = key not in self.graph_events and len(self.graph_events) >= MAX_MODEL_GRAPHS
-        if many or (travels and kind != "none"):
+        if many or (travels and (kind != "none" or any(form))):
             x = x if more is None else x + more
             return checkpoint_block(type(block).forward, kind, self.step_context, block, x, *others)
         out = self._call_graph(key, block, name, (kind, part), x, more, *others)

@@ -39,7 +39,9 @@ implementations, which tests compare: `parallel_linear_reference`, built from di
 collectives, and `_ParallelLinear`, whose backward overlaps communication with computation: X is
 re-gathered during the dX matmul, dX is reduced during the dW matmul, and dW is added to the bucket
 of the weight, whose reduction over depth overlaps with the following work. For frozen weights X is
-neither saved nor re-gathered.
+neither saved nor re-gathered. A layer whose output is added only after the next module has run
+(ladder residual) returns a `nn.pending_output.PendingOutput`, and its reduction overlaps with that
+module.
 
 The outputs of several linear layers are packed into one buffer, so that one reduce-scatter is
 enough. They are packed along their features, (b, s, Σn). If the scatter is over features, each rank
@@ -69,6 +71,7 @@ from ranvier.memory.saved_results import STOP_RECOMPUTATION
 from ranvier.nn.example import EXAMPLE_SIZES, LayerExample
 from ranvier.nn.layer import LayerContext, ParallelLayer, apply_autograd
 from ranvier.nn.matmul import MatmulBackend, PlainMatmul, differentiable_linear, forward, grad_x
+from ranvier.nn.pending_output import PendingOutput, PendingReduction
 from ranvier.sharding import Dim, LinearComm
 
 
@@ -141,6 +144,9 @@ class Linear(ParallelLayer):
         """Output and input features of the matmul on this rank."""
         self.comm_by_row_split = {one: self._resolve_comm(one) for one in get_args(RowSplit)}
         """Communication for each layout of the residual stream."""
+        self.defers_reduction = False
+        """Whether the reduction of the output runs behind the next module; the output then is a
+        `PendingOutput`."""
         self.matmul_backend: MatmulBackend = PlainMatmul()
         """Computes the matmuls, in the dtype of the weights or in float8."""
         # 0.02 is the default; the `init` table of a model overrides it (`initial_mean_std`).
@@ -264,6 +270,9 @@ class Linear(ParallelLayer):
     def forward(self, x: Tensor) -> Tensor:
         """Applies the layer to x, this rank's part of the input."""
         with self.trace_scope():
+            if self.defers_reduction and can_defer_reduction(self):
+                # It is used like a tensor.
+                return start_linear(x, self, self.site)  # type: ignore[return-value]
             (y,) = parallel_linear(x, [self], self.site, [])
         # Padding columns (from an out dim that the axis does not divide) must not reach the caller.
         # In training they remain, as the loss ignores them.
@@ -289,7 +298,14 @@ class Linear(ParallelLayer):
         """Returns the cost model of several layers that run together; this is the first."""
         factors = tuple(layer.weight_in_layout for layer in layers)
         whole = self.site.whole_sequence
-        return LinearCost(self.site.name, self.site.layout_context, factors, apart, whole)
+        return LinearCost(
+            self.site.name,
+            self.site.layout_context,
+            factors,
+            apart,
+            whole,
+            defers_reduction=self.defers_reduction,
+        )
 
 
 def _same_dim_examples() -> list[LayerExample]:
@@ -426,6 +442,41 @@ def _split_input(x: Tensor, layers: Sequence[Linear], apart: bool) -> list[Tenso
     return [x] * len(layers)
 
 
+def can_defer_reduction(layer: Linear) -> bool:
+    """Whether a layer has a reduction, and runs outside of graphs and of the reference."""
+    comm = layer.linear_comm
+    return (
+        comm.scatter[0].size * comm.reduce_axis.size > 1
+        and layer.site.step_context.overlapped_autograd
+        and not torch.compiler.is_compiling()
+    )
+
+
+def start_linear(x: Tensor, layer: Linear, site: LayerContext) -> PendingOutput:
+    """Applies a layer to x up to its reduction, which is started.
+
+    Communicates: all-gather x, starts the reduce-scatter of y; backward: as a `Linear`.
+    """
+    comm = layer.linear_comm
+    (to_axis, to_dim), overlap = comm.scatter, site.bucket_scheduler.overlap
+    reduction = PendingReduction(
+        to_axis, buffer_dim(to_dim), comm.reduce_axis, allow_overlap="residual" in overlap
+    )
+    if layer.bias is None:
+        bias = None
+    else:
+        bias = layer.bias.flatten()
+    if not torch.is_grad_enabled():
+        reduction.start_reduction(_product_to_reduce(x, [layer], False))
+        return PendingOutput(reduction, None, bias)
+    if site.step_context.is_recompute:
+        unneeded = x.new_full((), torch.nan)
+    else:
+        unneeded = None
+    link = apply_autograd(_StartLinear, x, layer, site, reduction, layer.weight)
+    return PendingOutput(reduction, link, bias, unneeded)
+
+
 class _ParallelLinear(torch.autograd.Function):
     """The linear layer with overlapped communication.
 
@@ -460,65 +511,140 @@ class _ParallelLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (to_axis, to_dim) = ctx.layers[0].linear_comm.scatter
+
+        def gather_grads() -> list[Tensor]:
+            if to_axis.size == 1:
+                return list(grads)
+            return _gather_output_grads(grads, ctx.layers, to_axis, to_dim)
+
+        return _linear_backward(ctx, gather_grads)
+
+
+class _StartLinear(torch.autograd.Function):
+    """The linear layer up to its reduction; `_FinishReduction` has the other end.
+
+    Backward waits for the all-gather of the gradient that the other end has started.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        layer: Linear,
+        site: LayerContext,
+        reduction: PendingReduction,
+        weight: Tensor,
+    ) -> Tensor:
+        if _needs_weight_grad([layer]):
+            ctx.save_for_backward(x)
+        ctx.layers = [layer]
+        ctx.site = site
+        ctx.apart = False
+        ctx.reduction = reduction
+        if not site.step_context.is_recompute:
+            # A recomputation does not need the product, so nothing inside is saved for it.
+            with site.grid.trace.outside_block(), collectives.hide_from_dispatch_modes():
+                reduction.start_reduction(_product_to_reduce(x, [layer], False))
+        return x.new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, link: Tensor) -> tuple[Tensor | None, ...]:
         layers = ctx.layers
-        site = ctx.site
-        trace = site.grid.trace
-        hide = "dx" in site.bucket_scheduler.overlap
-        (from_axis, from_dim), (to_axis, to_dim) = layers[0].comm_axes
-        with trace.named_scope(site.name):
-            # 1. Re-gather X; the transfer overlaps with the dX matmul below.
-            again = None
-            if _needs_weight_grad(layers):
-                # Detached: a deferred dW must not keep the autograd graph alive.
-                x = ctx.saved_tensors[0].detach()
-                again = collectives.all_gather(
-                    unpack_input(x, layers, from_dim), from_axis, from_dim
+        to_axis, to_dim = layers[0].linear_comm.scatter
+        dx, *_ = _linear_backward(
+            ctx,
+            lambda: unpack_output_grads(ctx.reduction.wait(), layers, to_axis, to_dim),
+        )
+        return dx, None, None, None, None
+
+
+def _linear_backward(
+    ctx: Any, gather_grads: Callable[[], list[Tensor]]
+) -> tuple[Tensor | None, ...]:
+    """Returns dX, and None for the other inputs of `_ParallelLinear`; adds dW to the buckets.
+
+    gather_grads: returns the gradient of each layer's full output.
+    Communicates: all-gather x, reduce-scatter dx.
+    """
+    layers = ctx.layers
+    site = ctx.site
+    hide = "dx" in site.bucket_scheduler.overlap
+    from_axis, from_dim = layers[0].linear_comm.gather
+    with site.grid.trace.named_scope(site.name):
+        # 1. Re-gather X; the transfer overlaps with the dX matmul below.
+        again = None
+        if _needs_weight_grad(layers):
+            # Detached: a deferred dW must not keep the autograd graph alive.
+            x = ctx.saved_tensors[0].detach()
+            again = collectives.all_gather(unpack_input(x, layers, from_dim), from_axis, from_dim)
+        if again is not None and not hide:
+            again.wait()
+        # 2. Gather dY: the reverse of the reduce-scatter of the output.
+        dys = gather_grads()
+        # 3. Compute dX, which is reduced while dW is computed.
+        pending = None
+        if ctx.needs_input_grad[0]:
+            terms = [
+                grad_x(
+                    d,
+                    layer.local_matrix(layer.handles["weight"].unsharded_data()),
+                    layer.matmul_backend,
                 )
-            if again is not None and not hide:
-                again.wait()
-            # 2. Gather dY: the reverse of the reduce-scatter of the output.
-            dys = list(grads)
-            if to_axis.size > 1:
-                dys = _gather_output_grads(grads, layers, to_axis, to_dim)
-            # 3. Compute dX, which is reduced while dW is computed.
-            pending = None
-            if ctx.needs_input_grad[0]:
-                terms = [
-                    grad_x(
-                        d,
-                        layer.local_matrix(layer.handles["weight"].unsharded_data()),
-                        layer.matmul_backend,
-                    )
-                    for d, layer in zip(dys, layers, strict=True)
-                ]
-                if ctx.apart:
-                    dx = torch.cat(terms, -1)
-                else:
-                    dx = _sum_tensors(terms)
-                pending = collectives.reduce_scatter(
-                    unpack_input(dx, layers, from_dim), from_axis, from_dim
-                )
-                if not hide:
-                    pending.wait()
-            if again is not None:
-                # 4. Compute dW now, or later if the pipeline schedule defers it.
-                x = pack_input(again.wait(), layers, from_dim)
-                xs = _split_input(x, layers, ctx.apart)
-                site.step_context.run_or_defer(
-                    partial(_accumulate_weight_grads, site, layers, xs, dys)
-                )
-            none = [None] * (3 + len(layers))
-            if pending is None:
-                return None, *none
-            dx = pack_input(pending.wait(), layers, from_dim)
-            return collectives.all_reduce(dx, layers[0].linear_comm.copy_axis).wait(), *none
+                for d, layer in zip(dys, layers, strict=True)
+            ]
+            if ctx.apart:
+                dx = torch.cat(terms, -1)
+            else:
+                dx = _sum_tensors(terms)
+            pending = collectives.reduce_scatter(
+                unpack_input(dx, layers, from_dim), from_axis, from_dim
+            )
+            if not hide:
+                pending.wait()
+        if again is not None:
+            # 4. Compute dW now, or later if the pipeline schedule defers it.
+            x = pack_input(again.wait(), layers, from_dim)
+            xs = _split_input(x, layers, ctx.apart)
+            site.step_context.run_or_defer(partial(_accumulate_weight_grads, site, layers, xs, dys))
+        none = [None] * (3 + len(layers))
+        if pending is None:
+            return None, *none
+        dx = pack_input(pending.wait(), layers, from_dim)
+        return collectives.all_reduce(dx, layers[0].linear_comm.copy_axis).wait(), *none
 
 
 def _linear_forward(
     x: Tensor, layers: Sequence[Linear], apart: bool, runs: Sequence[PackedLayers] = ()
 ) -> tuple[Tensor, ...]:
     """Runs the forward pass outside of autograd. Communicates: all-gather x, reduce-scatter y."""
-    (from_axis, from_dim), (to_axis, to_dim) = layers[0].comm_axes
+    to_axis, to_dim = layers[0].linear_comm.scatter
+    ys = _local_products(x, layers, apart, runs)
+    if to_axis.size == layers[0].linear_comm.reduce_axis.size == 1:
+        return tuple(ys)
+    packed = pack_outputs(ys, layers, to_axis, to_dim)
+    # `packed` is a copy if there are several outputs; free the originals before the scatter.
+    del ys
+    y = collectives.reduce_scatter(packed, to_axis, buffer_dim(to_dim)).wait()
+    return tuple(
+        unpack_outputs(
+            collectives.all_reduce(y, layers[0].linear_comm.reduce_axis).wait(), layers, to_dim
+        )
+    )
+
+
+def _product_to_reduce(x: Tensor, layers: Sequence[Linear], apart: bool) -> Tensor:
+    """Returns the packed outputs before their reduction. Communicates: all-gather x."""
+    to_axis, to_dim = layers[0].linear_comm.scatter
+    return pack_outputs(_local_products(x, layers, apart), layers, to_axis, to_dim)
+
+
+def _local_products(
+    x: Tensor, layers: Sequence[Linear], apart: bool, runs: Sequence[PackedLayers] = ()
+) -> list[Tensor]:
+    """Returns the products of the layers, not reduced. Communicates: all-gather x."""
+    from_axis, from_dim = layers[0].linear_comm.gather
     x = unpack_input(x, layers, from_dim)
     x = pack_input(collectives.all_gather(x, from_axis, from_dim).wait(), layers, from_dim)
     xs = _split_input(x, layers, apart)
@@ -535,17 +661,7 @@ def _linear_forward(
         else:
             matrix = layer.local_matrix(weight)
             ys.append(forward(xs[len(ys)], matrix, layer.matmul_backend))
-    if to_axis.size == layers[0].linear_comm.reduce_axis.size == 1:
-        return tuple(ys)
-    packed = pack_outputs(ys, layers, to_axis, to_dim)
-    # `packed` is a copy if there are several outputs; free the originals before the scatter.
-    del ys
-    y = collectives.reduce_scatter(packed, to_axis, buffer_dim(to_dim)).wait()
-    return tuple(
-        unpack_outputs(
-            collectives.all_reduce(y, layers[0].linear_comm.reduce_axis).wait(), layers, to_dim
-        )
-    )
+    return ys
 
 
 def _gather_output_grads(

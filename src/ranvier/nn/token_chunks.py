@@ -51,9 +51,15 @@ class TokenChunks:
         return size if size and has_token_parts(block) else 0
 
     def forward(
-        self, block: Any, chunk: int, x: Tensor, angles: Tensor | None, documents: Any
-    ) -> Tensor:
-        """Runs a block in chunks of `chunk` tokens; x, y: `[b, s, d]`."""
+        self,
+        block: Any,
+        chunk: int,
+        x: Tensor,
+        angles: Tensor | None,
+        documents: Any,
+        addend: Tensor | None = None,
+    ) -> Any:
+        """Runs a block in chunks of `chunk` tokens; x, addend, y: `[b, s, d]`."""
         weights = [weight for weight in block.parameters() if weight.requires_grad]
         steps = max(chunk // x.shape[0], 1)
         inputs = [x] if angles is None else [x, angles]
@@ -62,17 +68,20 @@ class TokenChunks:
             found: tuple[Tensor, ...] = block.forward_before_attention(x, angles)
             return found
 
-        def after(x: Tensor, attended: Tensor) -> tuple[Tensor, ...]:
-            return (block.forward_after_attention(x, attended),)
+        def after(*inputs: Tensor) -> tuple[Tensor, ...]:
+            found = block.forward_after_attention(*inputs)
+            return found if isinstance(found, tuple) else (found,)
 
         run = _ChunkedPart(before, self.site, steps, len(inputs))
         q, k, v = apply_autograd(_RunInChunks, run, *inputs, *weights)
         attended = block.attention.core(q, k, v, angles, documents, is_rotated=True)
         # Backward keeps what it needs; this frame must not.
         del q, k, v
-        run = _ChunkedPart(after, self.site, steps, 2, ends_block=True)
-        (y,) = apply_autograd(_RunInChunks, run, x, attended, *weights)
-        return y  # type: ignore[no-any-return]
+        inputs = [x, attended] if addend is None else [x, attended, addend]
+        outputs = 2 if getattr(block, "returns_addend", False) else 1
+        run = _ChunkedPart(after, self.site, steps, len(inputs), num_block_outputs=outputs)
+        ys = apply_autograd(_RunInChunks, run, *inputs, *weights)
+        return ys if outputs > 1 else ys[0]
 
 
 def has_token_parts(block: nn.Module) -> bool:
@@ -92,8 +101,8 @@ class _ChunkedPart:
     chunk: int
     """Tokens of a sample in a chunk."""
     num_inputs: int
-    ends_block: bool = False
-    """Whether its results are the output of the block, which a recomputation does not need."""
+    num_block_outputs: int = 0
+    """Number of its results if they are those of the block, which a recomputation does not need."""
 
     def slices(self, x: Tensor) -> Iterator[slice]:
         """Yields the tokens of each chunk of x `[b, s, ...]`."""
@@ -123,9 +132,12 @@ class _RunInChunks(torch.autograd.Function):
         ctx.part = part
         ctx.num_weights = len(tensors) - part.num_inputs
         ctx.save_for_backward(*inputs)
-        if part.ends_block and part.site.step_context.is_recompute:
+        if part.num_block_outputs and part.site.step_context.is_recompute:
             # Only its inputs are needed, and they are saved. It is never read.
-            return (inputs[0].new_full((), torch.nan).expand(inputs[0].shape),)
+            return tuple(
+                inputs[0].new_full((), torch.nan).expand(inputs[0].shape)
+                for _ in range(part.num_block_outputs)
+            )
         wholes: list[Tensor] = []
         # Nothing inside is saved for a recomputation, which runs the chunks again.
         with part.site.grid.trace.outside_block(), hide_from_dispatch_modes():

@@ -205,6 +205,7 @@ def parallelize(
     )
     _refuse_own_attention(model, site, found)
     _refuse_unlike_layers(found)
+    _defer_reductions(model, site, found)
     made = _build_parallel_model(model, site, found, blocks, plan, pipeline, where)
     made.token_order = plan.token_order
     model.parallel = made  # type: ignore[assignment]
@@ -440,6 +441,18 @@ def _refuse_unlike_layers(found: Mapping[str, ParallelLayer]) -> None:
                 f"{name} fuses layers with the dims {dims}. Fused layers share their collectives, "
                 "so all must enter, leave or stay in a region alike. Do not fuse the others."
             )
+
+
+def _defer_reductions(
+    model: nn.Module, site: LayerContext, found: Mapping[str, ParallelLayer]
+) -> None:
+    """Lets the layers in the tables `deferred_outputs` overlap their reduction."""
+    for path, module in model.named_modules():
+        for name in getattr(module, "deferred_outputs", ()):
+            layer = found[f"{path}.{name}"]
+            assert isinstance(layer, Linear), type(layer)
+            # The inputs and results of a graph are complete.
+            layer.defers_reduction = not site.has_compiled_blocks
 
 
 def _build_load_balancer(
