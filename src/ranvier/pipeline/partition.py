@@ -93,6 +93,8 @@ class ModelStage:
     """Cost of each part."""
     stage_starts: tuple[int, ...] = (0,)
     """First part of each virtual stage."""
+    input_tensors: tuple[int, ...] = (1,)
+    """Number of tensors that each part reads: 2 for a ladder layer, otherwise 1."""
 
     def virtual_stage(self, chunk: int) -> int:
         """Returns the number of the virtual stage of a chunk."""

@@ -70,7 +70,13 @@ class Pipeline:
     def stage_spec(self) -> StageSpec:
         """Position of this stage in the pipeline."""
         stage = self.executor.stage
-        return StageSpec(stage.index, stage.num_stages, len(stage.chunks), bool(stage.vocab_layers))
+        return StageSpec.from_parts(
+            stage.index,
+            stage.num_stages,
+            stage.chunks,
+            stage.input_tensors,
+            vocab_over_pipe=bool(stage.vocab_layers),
+        )
 
     def micro_batch_events(self, flow: ActivationShape) -> list[Event]:
         """Returns the messages of a micro-batch in the outer layout `[b, s/row, d/col]`."""

@@ -6,7 +6,7 @@ same groups in the same order, and weights keep their names in the whole model, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from torch import nn
@@ -105,6 +105,7 @@ def build_stage(
                 weight.tied_axis = None
         if not weight.owners:
             del site.weights[name]
+    stage = replace(stage, input_tensors=tuple(_num_inputs(model, names) for names in parts))
     if how.vocab_over_pipe:
         layers = (model.get_submodule(name) for name in VOCAB_LAYERS)
         stage = replace(stage, vocab_layers=tuple(layers))
@@ -113,6 +114,12 @@ def build_stage(
             parent, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(parent), attribute, OtherStageLayer())
     return stage
+
+
+def _num_inputs(model: nn.Module, names: Sequence[str]) -> int:
+    """Returns the number of tensors that a part reads: a ladder layer also reads an addend."""
+    first = model.get_submodule(names[0])
+    return 2 if getattr(first, "receives_addend", False) else 1
 
 
 def _has_layer(model: nn.Module, name: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ranvier.cost.layers import ActivationShape, LayoutContext
@@ -32,6 +33,35 @@ class StageSpec:
     chunks: int
     vocab_over_pipe: bool = False
     """Whether all stages share the vocabulary."""
+    received_tensors: tuple[int, ...] = ()
+    """Number of tensors `[b, s, d]` that each chunk receives as one message; empty: 1 each."""
+    sent_tensors: tuple[int, ...] = ()
+    """Number of tensors that each chunk sends as one message; empty: 1 each."""
+
+    @classmethod
+    def from_parts(
+        cls,
+        index: int,
+        num_stages: int,
+        chunks: Sequence[slice],
+        input_tensors: Sequence[int],
+        *,
+        vocab_over_pipe: bool = False,
+    ) -> StageSpec:
+        """Returns the position of a stage with these ranges of parts.
+
+        input_tensors: number of tensors that each part of the model reads: 2 before a ladder layer,
+        the residual stream and its addend.
+        """
+        sizes = (*input_tensors, 1)
+        return cls(
+            index,
+            num_stages,
+            len(chunks),
+            vocab_over_pipe,
+            tuple(sizes[one.start] for one in chunks),
+            tuple(sizes[one.stop] for one in chunks),
+        )
 
     def is_first_chunk(self, chunk: int) -> bool:
         """Returns whether a chunk is the first of the model."""
@@ -43,21 +73,23 @@ class StageSpec:
 
 
 def micro_batch_events(seat: StageSpec, size: int) -> list[Event]:
-    """Returns the messages of one micro-batch, of `size` bytes each."""
+    """Returns the messages of one micro-batch, of `size` bytes per tensor."""
     found = list[Event]()
     if seat.num_stages == 1:
         return found
 
-    def add(op: str, way: str, times: int = 1) -> None:
-        found.extend([Event(op, ("pipe",), size, f"pipeline.{way}")] * times)
+    def add(op: str, way: str, times: int = 1, tensors: int = 1) -> None:
+        found.extend([Event(op, ("pipe",), tensors * size, f"pipeline.{way}")] * times)
 
     for chunk in range(seat.chunks):
+        received = seat.received_tensors[chunk] if seat.received_tensors else 1
+        sent = seat.sent_tensors[chunk] if seat.sent_tensors else 1
         if not seat.is_first_chunk(chunk):
-            add("receive", FORWARD)
-            add("send", BACKWARD)
+            add("receive", FORWARD, tensors=received)
+            add("send", BACKWARD, tensors=received)
         if not seat.is_last_chunk(chunk):
-            add("send", FORWARD)
-            add("receive", BACKWARD)
+            add("send", FORWARD, tensors=sent)
+            add("receive", BACKWARD, tensors=sent)
     # The first stage collects the rows of all others and returns their gradient; the last stage
     # sends the input of the head to all others and collects their parts of its gradient.
     if seat.vocab_over_pipe:

@@ -224,9 +224,11 @@ def build_stage_blocks(
 ) -> StageBlocks:
     """Returns the parts of a stage. firsts: first part of each virtual stage."""
     every = model.parts_in_order
-    seat = StageSpec(stage, count, chunks, spread)
     # Virtual stages are assigned round-robin: stage, stage + count, stage + 2 count, ...
-    order = [part for one in part_ranges(firsts, len(every))[stage::count] for part in every[one]]
+    own = part_ranges(firsts, len(every))[stage::count]
+    inputs = [part.num_inputs for part in every]
+    seat = StageSpec.from_parts(stage, count, own, inputs, vocab_over_pipe=spread)
+    order = [part for one in own for part in every[one]]
     # If the vocabulary is split over pipe, every stage has a shard of embedding and head.
     if spread and count > 1:
         if every[0] not in order:

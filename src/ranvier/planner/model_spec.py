@@ -86,6 +86,8 @@ class LayerSpec:
     """Whether an auxiliary loss depends on the choices of whole sequences."""
     calls: int = 1
     """How often its part calls it: 2 for the norm of a recurrent model."""
+    defers_reduction: bool = False
+    """Whether the reduction of its output runs behind the next module (ladder residual)."""
 
     @property
     def num_parameters(self) -> int:
@@ -118,7 +120,14 @@ class LayerSpec:
         match self.kind:
             case "linear" | "siblings" | "apart":
                 factors = tuple(leaf._build_factor(ground) for leaf in self.inside or (self,))
-                return products.LinearCost(name, ground, factors, self.kind == "apart", self.whole)
+                return products.LinearCost(
+                    name,
+                    ground,
+                    factors,
+                    self.kind == "apart",
+                    self.whole,
+                    defers_reduction=self.defers_reduction,
+                )
             case "head":
                 return products.LMHeadCost(name, ground, (self._build_factor(ground),))
             case "embedding":
@@ -231,6 +240,8 @@ class BlockSpec:
     """Indices of the model's blocks of this kind, from 0; empty if it is not a block."""
     calls: LayerCalls = ONE_CALL
     """How often a pass runs it, on average over training steps: a recurrent core several times."""
+    num_inputs: int = 1
+    """Tensors `[b, s, d]` that it reads: 2 if it has a ladder residual, the stream and an addend."""
 
     @property
     def is_block(self) -> bool:
@@ -325,6 +336,7 @@ class ModelSpec:
                 "leaves": [_layer_to_dict(leaf) for leaf in part.layers],
                 **({"numbers": _to_ranges(part.block_indices)} if part.block_indices else {}),
                 **({"calls": astuple(part.calls)} if part.calls != ONE_CALL else {}),
+                **({"inputs": part.num_inputs} if part.num_inputs > 1 else {}),
             }
             for part in self.parts
         ]
@@ -338,8 +350,11 @@ class ModelSpec:
         for part in facts["parts"]:
             numbers = tuple(n for a, b in part.get("numbers", ()) for n in range(a, b))
             found = tuple(_layer_from_dict(leaf) for leaf in part["leaves"])
-            calls = LayerCalls(*part.get("calls", astuple(ONE_CALL)))
-            parts.append(BlockSpec(part["name"], len(numbers) or 1, found, numbers, calls))
+            more = {
+                "calls": LayerCalls(*part.get("calls", astuple(ONE_CALL))),
+                "num_inputs": part.get("inputs", 1),
+            }
+            parts.append(BlockSpec(part["name"], len(numbers) or 1, found, numbers, **more))
         units = facts["units"]
         traits = facts["traits"]
         return cls(facts["name"], tuple(parts), units, facts["blocks"], traits)

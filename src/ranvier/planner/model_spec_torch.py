@@ -62,13 +62,17 @@ def build_module_spec(model: nn.Module) -> ModelSpec:
             blocks[block].append(replace(found, name=found.name.removeprefix(f"{block}.")))
         else:
             outside[any(blocks.values())].append(found)
-    # Blocks with equal layers are one kind.
-    kinds: dict[tuple[tuple[LayerSpec, ...], LayerCalls], list[int]] = {}
+    # Blocks with equal layers, calls and inputs are one kind.
+    kinds: dict[tuple[tuple[LayerSpec, ...], LayerCalls, int], list[int]] = {}
     for number, (name, leaves) in enumerate(blocks.items()):
-        kinds.setdefault((tuple(leaves), calls.get(name, ONE_CALL)), []).append(number)
+        inputs = 2 if getattr(model.get_submodule(name), "receives_addend", False) else 1
+        kind = (tuple(leaves), calls.get(name, ONE_CALL), inputs)
+        kinds.setdefault(kind, []).append(number)
     middle = [
-        BlockSpec(f"block{f' {i}' if i else ''}", len(numbers), leaves, tuple(numbers), often)
-        for i, ((leaves, often), numbers) in enumerate(kinds.items())
+        BlockSpec(
+            f"block{f' {i}' if i else ''}", len(numbers), leaves, tuple(numbers), often, inputs
+        )
+        for i, ((leaves, often, inputs), numbers) in enumerate(kinds.items())
     ]
     parts = (BlockSpec(ENTRY, 1, tuple(outside[0])), *middle, BlockSpec(EXIT, 1, tuple(outside[1])))
     path = next(iter(blocks), "").rpartition(".")[0]
@@ -143,4 +147,5 @@ def _linear_spec(name: str, leaf: nn.Module) -> LayerSpec:
         weight.trainable,
         "" if own == leaf.site.name else own,
         whole=leaf.site.whole_sequence,
+        defers_reduction=leaf.defers_reduction,
     )

@@ -130,6 +130,8 @@ def block_activations(
     pairs = [*zip(part.layers, build_layers(model, part, spot), strict=True)]
     item = flow.itemsize
     stream = stream_bytes(model, spot, flow)
+    # A recomputed block saves its inputs.
+    saved_inputs = part.num_inputs * stream
     none = made = attended = keys = swapped = copied = 0
     # Sum up the saved tensors of each layer; a selective block keeps `made` and `attended`.
     for leaf, layer in pairs:
@@ -140,7 +142,8 @@ def block_activations(
             if layer.dim != "embed" and item >= STATISTICS_BYTES and _is_qkv_fused(pairs):
                 none -= elements * item
         elif isinstance(layer, LinearCost):
-            made += sum(one.product_elements(flow) for one in layer.weights) * item
+            if not layer.is_pending or compiled:
+                made += sum(one.product_elements(flow) for one in layer.weights) * item
             none += product_input_bytes(layer, flow) if layer.has_trainable_weight else 0
         elif isinstance(layer, AttentionCost):
             numbers = attention_statistics_bytes(layer, flow)
@@ -176,14 +179,14 @@ def block_activations(
         moments.append((keys - over - (inside + 1) * hidden, _grad_elements(pairs)))
     # A selective block saves its result, although recomputation does not need it.
     end = _last_product(pairs)
-    if end:
+    if end and not end.is_pending:
         result = sum(one.product_elements(flow) for one in end.weights) * item
     else:
         result = 0
     return BlockActivations(
         none,
-        stream + made + attended + mine.product_bytes - (result if compiled else 0),
-        stream,
+        saved_inputs + made + attended + mine.product_bytes - (result if compiled else 0),
+        saved_inputs,
         (some, every),
         tuple(moments),
         mine.recompute_moment,
@@ -277,6 +280,7 @@ def _saved_collective_bytes(
     last = _last_product(pairs)
     if (
         last is None
+        or last.is_pending
         or last.gather_group.size * last.scatter_group.size * last.reduce_group.size == 1
     ):
         return found

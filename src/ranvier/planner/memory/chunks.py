@@ -265,6 +265,9 @@ def _build_chunk(
     # unchanged, and in fp32 a norm needs no widened copy.
     graph = how.is_graph[0]
     shared = (blocks and (kinds[0] != "none" or graph)) or (wide == 1 and (blocks or leaves))
+    # A message before a ladder layer has two tensors; without recomputation its block saves one.
+    inputs = parts[0].num_inputs
+    saved_inputs = (inputs if kinds and kinds[0] != "none" else 1) if shared else 0
     waits = {part: deferred_grad_bytes(model, part, inside, flow) for part in {*blocks}}
     saved = [
         one.saved_bytes(kind, keeps=how.saves_collectives)
@@ -285,7 +288,7 @@ def _build_chunk(
         max((one + behind + behind // own.depth for one, behind in pairs), default=0),
         first,
         leaves,
-        input_bytes=0 if shared or not comes else stream,
+        input_bytes=(inputs - saved_inputs) * stream if comes else 0,
         head_bytes=stream * (1 + 2 * wide) + head if leaves else 0,
         deferred_bytes=sum(waits[part] for part in blocks),
     )

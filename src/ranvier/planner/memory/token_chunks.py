@@ -41,7 +41,8 @@ def chunked_block_activations(
     """Returns the activations of a block in chunks of `chunk` tokens. spot: `activation_key`."""
     pairs = [*zip(part.layers, build_layers(model, part, spot), strict=True)]
     item = flow.itemsize
-    stream = stream_bytes(model, spot, flow)
+    # A ladder block also saves its addend.
+    inputs = part.num_inputs * stream_bytes(model, spot, flow)
     attention = next(one for _, one in pairs if isinstance(one, AttentionCost))
     tokens = attention.layout_context.local_tokens(flow, attention.dim)
     attended = tokens * attention.local_width * item
@@ -62,16 +63,16 @@ def chunked_block_activations(
         (before + _projection_bytes(pairs, flow, chunk) - results, sum(elements[1:])),
     )
     return BlockActivations(
-        none=stream + projected + results,
-        selective=stream + results,
-        full=stream,
+        none=inputs + projected + results,
+        selective=inputs + results,
+        full=inputs,
         saved_collectives=(0, 0),
         backward_moments=moments,
         recompute_moment=(0, 0),
         picked_features_bytes=0,
         deferred_moment=(0, 0),
         entry_bytes=0,
-        input_bytes=stream,
+        input_bytes=inputs,
         unused_result_bytes=0,
     )
 
