@@ -167,9 +167,11 @@ DEEP: dict[str, Callable[[], nn.Module]] = {
 """Models with parts for many stages."""
 
 
-def _adapted() -> nn.Module:
-    shape = DecoderConfig(layers=2, embed=16, heads=4, kv_heads=2, head_dim=4, mlp=24, vocab=29)
-    return build_decoder(shape, AdapterConfig(rank=2, dora=True))
+def _adapted(residual: Any = "serial", **lora: Any) -> nn.Module:
+    shape = DecoderConfig(
+        layers=2, embed=16, heads=4, kv_heads=2, head_dim=4, mlp=24, vocab=29, residual=residual
+    )
+    return build_decoder(shape, AdapterConfig(**{"rank": 2, "dora": True, **lora}))
 
 
 def _recurrent(**changes: Any) -> Callable[[], nn.Module]:
@@ -267,6 +269,9 @@ def build(name: str) -> nn.Module:
         build_same_dim_model,
         lora=AdapterConfig(rank=2, target_modules=("mix", "pair", "a", "b", "down", "last")),
     )
+    # Adapters of o and down read their outputs at once; those of q and v do not.
+    more["ladder dora"] = partial(_adapted, "ladder")
+    more["ladder lora"] = partial(_adapted, "ladder", dora=False, target_modules=("q", "v"))
     more["one kv head"] = _deep(layers=2, kv_heads=1)
     more["windows"] = _deep(layers=2, sliding_window=3)
     # Documents of more than 4 tokens have other frequencies.
@@ -536,7 +541,7 @@ def reload(
 def switched(grid: Grid, case: Case) -> list[str]:
     """What differs in one bit when one overlap, or all, are switched off."""
     batch = batch_of(case.model, samples=16, packed=False)
-    every = ("dx", "dw", "weight_gather")
+    every = ("dx", "dw", "weight_gather", "residual")
     results = []
     for overlap in (every, (), *(tuple(o for o in every if o != one) for one in every)):
         model = case.on(grid, overlap=overlap)

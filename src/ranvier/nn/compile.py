@@ -7,8 +7,8 @@ the block at every call (without recomputed communication).
 
 Blocks that dispatch tokens to experts of other ranks are an exception, as the host must know the
 number of tokens. The part before the experts is a graph, and the experts run eagerly; with
-activation checkpointing or a ladder residual the whole block runs eagerly. Attention over context is one operation of a
-graph (`nn.context_graph`), which records its communication when it runs.
+activation checkpointing or a ladder residual the whole block runs eagerly. Attention over context
+is one operation of a graph (`nn.context_graph`), which records its communication when it runs.
 """
 
 from __future__ import annotations

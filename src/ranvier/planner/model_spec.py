@@ -241,7 +241,7 @@ class BlockSpec:
     calls: LayerCalls = ONE_CALL
     """How often a pass runs it, on average over training steps: a recurrent core several times."""
     num_inputs: int = 1
-    """Tensors `[b, s, d]` that it reads: 2 if it has a ladder residual, the stream and an addend."""
+    """Tensors `[b, s, d]` that it reads: 2, the stream and an addend, with a ladder residual."""
 
     @property
     def is_block(self) -> bool:
