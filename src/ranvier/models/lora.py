@@ -255,7 +255,8 @@ def adapted_weights(config: DecoderConfig, lora: AdapterConfig) -> dict[str, Ada
     """Returns the adapter parameters of each adapted weight of a decoder, by weight name."""
     # One block on the meta device is enough: all blocks have the same names.
     with torch.device("meta"):
-        one = build_decoder(replace(config, layers=1, window_layers=()), replace(lora, layers=()))
+        shape = replace(config, layers=1, window_layers=(), ladder_layers=())
+        one = build_decoder(shape, replace(lora, layers=()))
     found = {}
     for path, adapter, layer in named_adapters(one):
         above, _, group = path.rpartition(".adapters.")

@@ -28,6 +28,7 @@ from ranvier.config.plan import (
     WeightSplit,
 )
 from ranvier.cost.layers import ActivationShape, LayerCost, LayoutContext
+from ranvier.cost.linear import LinearCost
 from ranvier.cost.matrix_optimizers import MatrixRuleCost
 from ranvier.cost.optimizer import ADAMW, OptimizerSpec
 from ranvier.pipeline import traffic
@@ -564,9 +565,12 @@ def pass_volumes(
 ) -> tuple[CommVolume, ...]:
     """Returns the communication of a part per micro-batch, by phase."""
     forward, backward = _pass_events(model, part, spot, flow)
-    # Only blocks are recomputed, without attention over context, whose result is saved; embedding
-    # and head never are.
-    again = tuple(event for event in forward if event.axis != ("context",))
+    # Only blocks are recomputed, without attention over context, whose result is saved, and without
+    # pending outputs, which are not needed; embedding and head never are.
+    pending = pending_layers(model, part, spot)
+    again = tuple(
+        event for event in forward if event.axis != ("context",) and event.where not in pending
+    )
     if not part.is_block:
         again = ()
     calls = part.calls
@@ -574,6 +578,16 @@ def pass_volumes(
         *_count_events(part.name, "forward", forward, calls.total),
         *_count_events(part.name, "recompute", again, calls.with_grad),
         *_count_events(part.name, "backward", backward, calls.with_grad),
+    )
+
+
+@lru_cache(CACHE_SIZE)
+def pending_layers(model: ModelSpec, part: BlockSpec, spot: ShardingKey) -> frozenset[str]:
+    """Returns the layers of a part whose reduction runs behind the next module."""
+    return frozenset(
+        layer.name
+        for layer in build_layers(model, part, spot)
+        if isinstance(layer, LinearCost) and layer.is_pending
     )
 
 

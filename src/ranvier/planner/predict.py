@@ -514,8 +514,16 @@ class _StepEstimate:
             left = 1.0
             if under and "dx" in overlaps and runtime.overlaps_dx:
                 left = self.exposed_seconds(under, times.dw) / under
+            # Outputs of ladder layers are reduced, and their gradients gathered, behind the next
+            # module.
+            pending = sum(spoken.pending_seconds.values())
+            exposed = 1.0
+            if pending and "residual" in overlaps:
+                able = times.forward + times.backward
+                exposed = self.exposed_seconds(pending, able) / pending
             for axis in communication.ACTIVATION_AXES:
                 spent = spoken.exposed_seconds[axis] + left * spoken.overlappable_seconds[axis]
+                spent += exposed * spoken.pending_seconds[axis]
                 waits[axis] = spent * (1 - runtime.row_overlap)
             # The all-to-all of tokens overlaps with the shared expert.
             if "moe_dispatch" in overlaps:
@@ -746,6 +754,8 @@ class _StepEstimate:
         size = self.compute_context.tokens * width * compute.DTYPE_BYTES[self.workload.dtype]
         if runtime.scatters_messages or runtime.sequence_parallel:
             size /= plan.row
+        # A ladder layer also reads an addend.
+        size *= max(part.num_inputs for part in self.workload.model.parts)
         # A stage's neighbor is in another node unless all stages fit into one.
         pair = RankGroup(2, 2 if self.rank_groups["pipe",].num_nodes == 1 else 1)
         one = links.collective_seconds(self.cluster, "send", size, pair)

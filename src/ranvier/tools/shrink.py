@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from ranvier.config.plan import Plan
@@ -91,6 +92,7 @@ def shrink_decoder(run: RunConfig, sizes: ShrunkSizes) -> DecoderModelConfig:
         max_seq=max(sizes.seq, 1),
         # Its random numbers differ between the two models.
         dropout=0.0,
+        ladder_layers=_shrink_ladder(model, sizes.layers),
         **_shrink_experts(model, plan, sizes),
         **_shrink_positions(model, sizes, head_dim),
     )
@@ -110,6 +112,17 @@ def _shrink_recurrence(model: DecoderConfig) -> dict[str, Any]:
         "backprop_depth": min(model.backprop_depth, 2),
     }
     return {"layers": sum(parts.values()), **parts, **depths}
+
+
+def _shrink_ladder(model: DecoderConfig, layers: int) -> tuple[int, ...]:
+    """Returns the ladder layers of a model of few layers; empty for all of them, or for none."""
+    bounds = [i * model.layers // layers for i in range(layers + 1)]
+    chosen = tuple(
+        i
+        for i, (start, stop) in enumerate(pairwise(bounds))
+        if any(model.is_ladder_layer(layer) for layer in range(start, max(stop, start + 1)))
+    )
+    return () if len(chosen) == layers else chosen
 
 
 def _shrink_positions(model: DecoderConfig, sizes: ShrunkSizes, head_dim: int) -> dict[str, Any]:

@@ -390,6 +390,12 @@ def find_family(config: HFConfig | str) -> Family:
 
 def find_fitting_family(config: DecoderConfig, first: str = "") -> tuple[Family, dict[str, Any]]:
     """Returns the first family that supports one of our configs, and the config in its format."""
+    if config.residual != "serial":
+        raise UnsupportedModelError(
+            f"The model has residual={config.residual!r}. No architecture of Hugging Face has "
+            "ladder residuals, and with serial ones its outputs would differ. Use it with ranvier, "
+            "or export the run from which it was upcycled."
+        )
     reasons = []
     # The sort is stable: `first` comes first, the others keep their order.
     names = sorted(FAMILIES, key=lambda kind: kind != first)

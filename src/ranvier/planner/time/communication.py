@@ -38,6 +38,11 @@ class PartComm:
     """Communication of activations that can overlap with the matmul of a weight gradient, by
     axis.
     """
+    pending_seconds: dict[str, float] = field(
+        default_factory=lambda: dict.fromkeys(ACTIVATION_AXES, 0.0)
+    )
+    """Reductions of outputs, and gathers of their gradients, that can overlap with the next module
+    (ladder residual), by axis."""
     depth_seconds: float = 0.0
     """All-gathers of weights and reduce-scatters of gradients over depth."""
 
@@ -126,9 +131,9 @@ def ranvier_comm_time(
     else:
         each = 1.0
     found = CommTime(by_stage=comms)
-    for name, plain, under in _part_comms(model, spot.activation_key, flow, again, cluster, near):
+    for name, seconds in _part_comms(model, spot.activation_key, flow, again, cluster, near):
         gathers, scatters = depth[name]
-        found.by_part[name] = PartComm(plain, under, gathers * each + scatters)
+        found.by_part[name] = PartComm(*seconds, gathers * each + scatters)
     return found
 
 
@@ -140,15 +145,15 @@ def _part_comms(
     again: bool,
     cluster: Cluster,
     near: tuple[RankGroup, ...],
-) -> tuple[tuple[str, dict[str, float], dict[str, float]], ...]:
+) -> tuple[tuple[str, tuple[dict[str, float], ...]], ...]:
     """Returns name and seconds over each axis (as in `PartComm`) of all parts per micro-batch."""
     found = []
     for part in model.parts:
         sums = _pass_seconds(model, part, inside, flow, again, cluster, near)
-        plain, under = (
+        seconds = tuple(
             dict(zip(ACTIVATION_AXES, one, strict=True)) for one in zip(*sums, strict=True)
         )
-        found.append((part.name, plain, under))
+        found.append((part.name, seconds))
     return tuple(found)
 
 
@@ -220,12 +225,13 @@ def _pass_seconds(
     again: bool,
     cluster: Cluster,
     near: tuple[RankGroup, ...],
-) -> tuple[tuple[float, float], ...]:
+) -> tuple[tuple[float, float, float], ...]:
     """Returns the seconds of a part over each axis per micro-batch: exposed, and able to overlap
-    with the matmul of a weight gradient.
+    with the matmul of a weight gradient, or with the next module.
     """
     groups = dict(zip((*ACTIVATION_GROUPS, *VOCAB_GROUPS), near, strict=False))
-    found = {axis: [0.0, 0.0] for axis in ACTIVATION_AXES}
+    found = {axis: [0.0, 0.0, 0.0] for axis in ACTIVATION_AXES}
+    pending = comm_volume.pending_layers(model, part, inside)
     # Experts wait for the results of their reduce-scatters.
     lone = {leaf.name for leaf in part.layers_of_kind("mixture")}
     for row in comm_volume.pass_volumes(model, part, inside, flow):
@@ -237,8 +243,10 @@ def _pass_seconds(
         spent = row.count * links.collective_seconds(cluster, row.op, row.bytes, groups[row.axis])
         # The reduce-scatter of dx runs while dw is computed, which does not depend on it.
         under = row.phase == "backward" and row.op == "reduce_scatter" and row.where not in lone
-        found[row.axis[0]][under] += spent
-    return tuple((plain, under) for plain, under in found.values())
+        # The output of a pending layer is reduced over row, and its gradient gathered.
+        behind = row.where in pending and row.axis == ("row",)
+        found[row.axis[0]][2 if behind else under] += spent
+    return tuple((plain, under, behind) for plain, under, behind in found.values())
 
 
 class _WeightComm(NamedTuple):
