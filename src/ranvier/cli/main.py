@@ -46,7 +46,7 @@ usage: ranvier COMMAND ...
                              arguments, a small model on the text of Python's standard library
   import SRC --output RUN    create a run from a pretrained model (safetensors and config.json)
   export RUN --output DIR    write the weights of a run in Hugging Face format
-  upcycle SRC --experts 8    create a mixture of experts from a dense run or model
+  upcycle SRC --experts 8    create a mixture of experts, or a ladder, from a dense run or model
   extend-context SRC --max-position N
                              create a run with a longer context and the same weights
   generate RUN --prompt ...  generate text with a run or a model: continue a prompt, chat in the
@@ -562,13 +562,27 @@ def _upcycle_command(words: Sequence[str]) -> int:
     names, options = split_words(words)
     settings = parse_options(UpcycleOptions, UpcycleOptions(), "upcycle SRC --experts 8", options)
     source = one_path("upcycle", "a dense run or a pretrained model", names)
-    out = Path(settings.output or Path("runs") / f"{Path(source).absolute().name}-moe")
+    ladder = settings.ladder_layers != 0
+    if ladder and settings.experts:
+        raise PlanError(
+            f"upcycle got --experts {settings.experts} and --ladder-layers "
+            f"{settings.ladder_layers}. Each makes another model. Use one of them, and then the "
+            "other one on its result."
+        )
+    ending = "ladder" if ladder else "moe"
+    out = Path(settings.output or Path("runs") / f"{Path(source).absolute().name}-{ending}")
     find_model(source)
-    from ranvier.tools import upcycle
+    from ranvier.tools import upcycle, upcycle_ladder
     from ranvier.train import import_export
 
+    if ladder:
+        lines = upcycle_ladder.upcycle_to_ladder(
+            source, out, ladder_layers=settings.ladder_layers, step=settings.step
+        )
+        return import_export.print_lines(lines)
     # All other options have the names of the function's arguments.
-    given = {k: v for k, v in dataclasses.asdict(settings).items() if k != "output"}
+    others = ("output", "ladder_layers")
+    given = {k: v for k, v in dataclasses.asdict(settings).items() if k not in others}
     return import_export.print_lines(upcycle.upcycle_model(source, out, **given))
 
 

@@ -220,8 +220,10 @@ class Transport(ABC):
 class EagerTransport(Transport):
     """Transport with threads that receive before jobs need messages and send in the background."""
 
-    def __init__(self, *args: Any, form: Form | None = None, **options: Any) -> None:
-        """form: form of all messages; if None, each sender sends it before its first message."""
+    def __init__(
+        self, *args: Any, form: Callable[[Key], Form] | None = None, **options: Any
+    ) -> None:
+        """form: form of messages by key; if None, each sender sends it before its first message."""
         super().__init__(*args, **options)
         self.form = form
         self._ready_messages: dict[Key, deque[Tensor]] = {}
@@ -252,8 +254,9 @@ class EagerTransport(Transport):
         number = 0
         try:
             with _thread_stream(self.device) as stream:
-                form = self.form
-                if form is None:
+                if self.form is not None:
+                    form = self.form(key)
+                else:
                     heading = self._receive_message(key, sender, HEADER_FORM, stream)
                     form = decode_form(heading.tolist())
                 for number in range(count):

@@ -454,16 +454,21 @@ class ExportOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class UpcycleOptions:
-    """Create a mixture of experts from a dense model. It initially computes the same logits.
+    """Create a mixture of experts, or a model with a ladder residual, from a dense model.
 
-    SRC is the directory of a run, or a pretrained model as for `import`. Each expert is a copy of
-    the MLP of its layer; the routers are new.
+    SRC is the directory of a run, or a pretrained model as for `import`. With --experts each expert
+    is a copy of the MLP of its layer, and the routers are new; the mixture initially computes the
+    same logits. With --ladder-layers the last layers get a ladder residual and keep their weights;
+    the held-out loss is printed next to that of the run.
     """
 
     experts: int = 0
     """Number of experts per layer."""
+    ladder_layers: int = 0
+    """Number of layers, the last ones, that get a ladder residual."""
     output: str = ""
-    """Directory of the run. If empty, runs/ followed by the name of the model and -moe."""
+    """Directory of the run. If empty, runs/ followed by the name of the model and -moe or -ladder.
+    """
     experts_per_token: int = 2
     """Number of experts per token."""
     shared_expert_mlp: int = 0

@@ -60,8 +60,8 @@ class PipelineExecutor:
     """Jobs and waits of the last step, if `record_times` is set."""
     start_time: float = 0.0
     """Start time of the last recorded step."""
-    message_form: Form | None = None
-    """Shape and dtype of all messages; set in dry runs, where no sender announces it."""
+    message_form: Callable[[Key], Form] | None = None
+    """Shape and dtype of a received message; set in dry runs, where no sender announces it."""
     arrival_log: list[tuple[Key, int, float]] = field(default_factory=list)
     """Messages of the last recorded step and their arrival times."""
     policy_choices: list[tuple[Job, int]] = field(default_factory=list)

@@ -63,6 +63,14 @@ class StageSpec:
             tuple(sizes[one.stop] for one in chunks),
         )
 
+    def tensors_received(self, way: str, chunk: int) -> int:
+        """Returns the number of tensors in a message that a chunk receives.
+
+        The gradient of what a chunk sends has the form of what it sends.
+        """
+        sizes = {FORWARD: self.received_tensors, BACKWARD: self.sent_tensors}.get(way, ())
+        return sizes[chunk] if sizes else 1
+
     def is_first_chunk(self, chunk: int) -> bool:
         """Returns whether a chunk is the first of the model."""
         return chunk == self.index == 0
@@ -82,8 +90,8 @@ def micro_batch_events(seat: StageSpec, size: int) -> list[Event]:
         found.extend([Event(op, ("pipe",), tensors * size, f"pipeline.{way}")] * times)
 
     for chunk in range(seat.chunks):
-        received = seat.received_tensors[chunk] if seat.received_tensors else 1
-        sent = seat.sent_tensors[chunk] if seat.sent_tensors else 1
+        received = seat.tensors_received(FORWARD, chunk)
+        sent = seat.tensors_received(BACKWARD, chunk)
         if not seat.is_first_chunk(chunk):
             add("receive", FORWARD, tensors=received)
             add("send", BACKWARD, tensors=received)

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from ranvier import launch
 from ranvier.buckets.scheduler import BucketScheduler
+from ranvier.comm.p2p import Form, Key
 from ranvier.config.plan import AXES
 from ranvier.config.resolved_run import ResolvedRun, decision_lines, decisions_to_json
 from ranvier.config.run import RunConfig
@@ -232,8 +233,13 @@ def _prepare_model(run: RunConfig, model: nn.Module, load: float) -> None:
     shape = parallel.table.local_shape(
         "embed", plan.micro_batch, run.data.seq_len, run.model.embed, plan.degrees
     )
-    form = (shape, DTYPES[run.train.dtype])
     pipeline = parallel.pipeline
+
+    def message_form(key: Key) -> Form:
+        # Before a ladder layer a message has two tensors.
+        count = pipeline.stage_spec.tensors_received(*key)
+        return (count, *shape) if count > 1 else shape, DTYPES[run.train.dtype]
+
     runtime = parallel.pipeline.executor
     micros = plan.num_micro_batches
     # No other stage sends messages, so their arrival cannot determine the order of jobs. It is
@@ -242,7 +248,7 @@ def _prepare_model(run: RunConfig, model: nn.Module, load: float) -> None:
         policy = pipeline.policy_for_step(micros)
         jobs = replace(pipeline.step_shape(micros), split_backward=policy.split_backward)
         pipeline.policies[micros] = late_gradient_schedule(policy, jobs, runtime.stage.index)
-    runtime.message_form = form
+    runtime.message_form = message_form
     # No other rank decides the order of jobs.
     runtime.is_leader = True
 
