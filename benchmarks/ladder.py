@@ -51,9 +51,9 @@ Backend = Literal["gloo", "nccl"]
 MAX_INCREASE = 0.015
 """Largest relative increase of the held-out loss."""
 EVAL_SAMPLES = 512
-WIDTH = 512
+WIDTH = 256
 SEQ_LEN = 256
-SAMPLES = 4
+SAMPLES = 2
 MEASURED_STEPS = 8
 
 
@@ -203,7 +203,7 @@ def measure_overlap(
 ) -> OverlapResult:
     """Runs some training steps."""
     config = DecoderConfig(
-        layers=6,
+        layers=4,
         embed=WIDTH,
         heads=8,
         kv_heads=8,
