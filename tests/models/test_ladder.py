@@ -10,6 +10,7 @@ import functools
 import itertools
 import math
 import random
+import re
 from typing import Any
 
 import pytest
@@ -137,3 +138,31 @@ def differences(pool: Pool, degrees: dict[str, int], case: Case) -> list[str]:
 @pytest.mark.parametrize(("degrees", "case"), list_cases())
 def test_a_model_equals_one_process(pool: Pool, degrees: dict[str, int], case: Case) -> None:
     assert differences(pool, degrees, case) == []
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"ladder_layers": (1,)}, r"ladder_layers=\[1\] has no effect with residual='serial'"),
+        (
+            {"residual": "ladder", "ladder_layers": (0, 4)},
+            r"ladder_layers=\[0, 4\] contains an invalid layer.*from 0 to 3",
+        ),
+        ({"residual": "ladder", "ladder_layers": (-1,)}, r"ladder_layers=\[-1\] contains"),
+        (
+            {"residual": "ladder", "norm_position": "sandwich"},
+            "not supported with norm_position='sandwich'.*Use norm_position='pre'",
+        ),
+        (
+            {"residual": "ladder", "core_layers": 2, "prelude_layers": 1, "coda_layers": 1}
+            | {"mean_recurrence": 4, "backprop_depth": 2},
+            "not supported with core_layers=2",
+        ),
+    ],
+)
+def test_inconsistent_settings_are_refused(changes: dict[str, Any], words: str) -> None:
+    (problem,) = DecoderConfig(layers=4, **changes).find_problems()
+    assert re.search(words, problem), problem

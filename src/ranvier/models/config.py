@@ -365,6 +365,12 @@ class DecoderConfig(RotaryConfig, ExpertConfig, RecurrenceConfig, ResidualConfig
         turned = int(self.head_dim * self.partial_rotary_factor)
         found = self.find_expert_problems() + self.find_recurrence_problems(self.layers)
         found += self.find_residual_problems(self.layers, self.norm_position)
+        if self.is_recurrent and self.residual == "ladder":
+            found.append(
+                f"residual='ladder' is not supported with core_layers={self.core_layers}. A "
+                "recurrent core starts each iteration from a complete stream. Use "
+                "residual='serial', or core_layers=0."
+            )
         # Limits the number of tensors that a config from a file can require to list.
         if self.experts * self.layers > MAX_TOTAL_EXPERTS:
             found.append(

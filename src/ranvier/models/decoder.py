@@ -335,7 +335,7 @@ class Block(nn.Module):
         self.receives_addend = config.receives_addend(layer)
         """Whether the block before leaves the addition of its MLP output to this one."""
         self.returns_addend = config.receives_addend(layer + 1)
-        """Whether the block returns its MLP output next to the stream, for the next block to add."""
+        """Whether the block leaves the addition of its MLP output to the next one."""
         if before:
             self.norm1 = build_norm(config)
         else:
