@@ -499,8 +499,9 @@ class SandwichBlock(Block):
         x: Tensor,
         angles: Tensor | None,
         documents: Documents | TokenLayout | Tensor | None,
+        addend: Tensor | None = None,
     ) -> Tensor:
-        """Runs the block; x, y: `[b, s, d]`."""
+        """Runs the block; x, y: `[b, s, d]`. It has no ladder residual, so no addend."""
         x, y = self.forward_attention(x, angles, documents)
         return self.add_mlp(x, self.mlp(y))
 
@@ -514,7 +515,9 @@ class SandwichBlock(Block):
         x = self.after1(x + self.dropout1(self.attention(self.norm1(x), angles, documents)))
         return x, self.norm2(x)
 
-    def forward_after_attention(self, x: Tensor, attended: Tensor) -> Tensor:
+    def forward_after_attention(
+        self, x: Tensor, attended: Tensor, addend: Tensor | None = None
+    ) -> Tensor:
         """Returns the output of the block; x: its input; attended: the result of attention."""
         x = self.after1(x + self.dropout1(self.attention.project_output(attended)))
         return self.add_mlp(x, self.mlp(self.norm2(x)))

@@ -133,7 +133,8 @@ def ranvier_comm_time(
     found = CommTime(by_stage=comms)
     for name, seconds in _part_comms(model, spot.activation_key, flow, again, cluster, near):
         gathers, scatters = depth[name]
-        found.by_part[name] = PartComm(*seconds, gathers * each + scatters)
+        plain, under, pending = seconds
+        found.by_part[name] = PartComm(plain, under, pending, gathers * each + scatters)
     return found
 
 
