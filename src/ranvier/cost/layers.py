@@ -82,6 +82,8 @@ class LayoutContext:
     """Order of the tokens over context of samples whose documents are not known."""
     context_index: int = 0
     """Index on context of the rank that layers without a grid describe."""
+    streams: int = 1
+    """Samples of a layer for each sample of a micro-batch (ParScale)."""
 
     def axis_group(self, *names: str) -> AxisGroup:
         """Returns the ranks along these axes, without axes of degree 1."""
@@ -105,7 +107,12 @@ class LayoutContext:
         """Returns the tokens of a micro-batch on this rank for the feature dim `dim`."""
         # An ActivationShape already belongs to one replica.
         inside = (self.table.axes_inside_replica(dim, name) for name in ("batch", "seq"))
-        return flow.samples * flow.seq // count_parts(chain.from_iterable(inside), self.degrees)
+        parts = count_parts(chain.from_iterable(inside), self.degrees)
+        return self.num_samples(flow) * flow.seq // parts
+
+    def num_samples(self, flow: ActivationShape) -> int:
+        """Returns the samples of a micro-batch in the layer."""
+        return flow.samples * self.streams
 
     def inner_seq(self, flow: ActivationShape) -> int:
         """Returns the tokens of a sample on this rank inside attention, MLP and head."""
@@ -260,6 +267,8 @@ class AttentionCost(LayerCost):
     """Index of the rank on context."""
     sample_part: int = 0
     """Index of the rank among those that split the samples of a micro-batch."""
+    prefix_tokens: int = 0
+    """Number of learned keys that every token sees (ParScale)."""
 
     def events(self, flow: ActivationShape, *, recomputed: bool = False) -> list[Event]:
         """Returns the communication of a micro-batch; attention is not recomputed."""
@@ -305,11 +314,12 @@ class AttentionCost(LayerCost):
         )
         # Samples of this rank inside attention.
         inside = count_parts(context.table.axes_inside_replica(self.dim, "batch"), context.degrees)
-        each = max((len(flow.token_orders) or flow.samples) // inside, 1)
+        every = tuple(order for order in flow.token_orders for _ in range(context.streams))
+        each = max((len(every) or context.num_samples(flow)) // inside, 1)
         samples = each
-        if flow.token_orders:
-            first = min(self.sample_part * each, len(flow.token_orders) - each)
-            orders = flow.token_orders[first : first + each]
+        if every:
+            first = min(self.sample_part * each, len(every) - each)
+            orders = every[first : first + each]
             samples = 1
         else:
             # One layout stands for all samples, because they are equal.
@@ -331,17 +341,43 @@ class AttentionCost(LayerCost):
         """Returns the FLOPs of causal attention: 2 · s · (width of local heads) per token.
 
         With a window of w tokens it is 2 · w · (2 - w/s) · (width of local heads) per token. If
-        documents are known, it is 4 · (width of local heads) per query and key that it sees.
+        documents are known, it is 4 · (width of local heads) per query and key that it sees. All
+        tokens see the keys of a prefix.
         """
+        tokens = self.layout_context.local_tokens(flow, self.dim)
+        prefix = 4 * tokens * self.prefix_tokens * self.local_width
         if flow.token_orders:
             layout, shape, _ = self.context_layout(flow)
             if isinstance(layout, UlyssesLayout):
                 shape = layout.head_shape(shape)
-            return 4 * layout.num_scores * shape.heads * self.head_dim
+            return 4 * layout.num_scores * shape.heads * self.head_dim + prefix
         # QKᵀ and PV take 4 · s · width per token without a mask; the causal mask halves that.
         seen = min(self.window or flow.seq, flow.seq)
-        tokens = self.layout_context.local_tokens(flow, self.dim)
-        return 2 * tokens * seen * (2 * flow.seq - seen) // flow.seq * self.local_width
+        return 2 * tokens * seen * (2 * flow.seq - seen) // flow.seq * self.local_width + prefix
+
+
+@dataclass(frozen=True, eq=False)
+class StreamScoresCost(LayerCost):
+    """Cost of the scores of the streams of a token (ParScale), which are sums over features."""
+
+    shape: tuple[int, int]
+    """Number of streams, and of features."""
+
+    def forward_events(self, flow: ActivationShape) -> list[Event]:
+        """Returns the all-reduce of one number per stream and token over the axes of embed."""
+        line = self.layout_context.axis_group(*self.layout_context.table.feature_axes("embed"))
+        elements = self.layout_context.local_tokens(flow, "embed") * self.shape[0]
+        return self.predict_event("all_reduce", line, elements, flow.statistics_itemsize)
+
+    def backward_events(self, flow: ActivationShape) -> list[Event]:
+        """Returns the same events as forward."""
+        return self.forward_events(flow)
+
+    def flops(self, flow: ActivationShape) -> int:
+        """Returns 2 · (number of weights) per token."""
+        ground = self.layout_context
+        (features,) = ground.feature_sharding(self.shape[1], "embed").local_shape
+        return 2 * ground.local_tokens(flow, "embed") * self.shape[0] * features
 
 
 @dataclass(frozen=True, eq=False)
@@ -434,7 +470,7 @@ class MoECost(LayerCost):
         """Returns the events of router logits, token counts, dispatch, experts and combine."""
         peers = self.layout_context.axis_group("expert", "row")
         # One count per sample and expert from each rank of expert and row.
-        counts = flow.samples * self.num_experts * peers.size
+        counts = self.layout_context.num_samples(flow) * self.num_experts * peers.size
         return [
             *self._router_events(flow, self.num_experts),
             *self.predict_event("all_gather", peers, counts, COUNT_BYTES),
@@ -451,10 +487,11 @@ class MoECost(LayerCost):
         context = layout.axis_group("context")
         if context.size == 1:
             return []
-        choices = flow.samples * flow.seq * self.experts_per_token
+        samples = layout.num_samples(flow)
+        choices = samples * flow.seq * self.experts_per_token
         events = list[Event]()
         if self.has_aux_loss:
-            elements = flow.samples * self.num_experts
+            elements = samples * self.num_experts
             events += self.predict_event("all_reduce", context, elements, COUNT_BYTES)
         if self.has_capacity:
             tokens = layout.axis_group("context", "row")

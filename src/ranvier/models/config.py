@@ -240,7 +240,26 @@ class ResidualConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecoderConfig(RotaryConfig, ExpertConfig, RecurrenceConfig, ResidualConfig):
+class ParScaleConfig:
+    """Parallel streams of each sample (ParScale, Chen et al. 2025); a part of `DecoderConfig`."""
+
+    parscale_streams: int = setting(0, minimum=0, maximum=2**10)
+    """Number of streams: copies of each sample, which differ in a learned prefix of every layer and
+    are averaged before the head with learned weights (ParScale); 0 or 1 disables it."""
+    parscale_prefix_tokens: int = setting(48, minimum=1, maximum=2**16, unit="tokens")
+    """Number of learned keys and values that the tokens of a stream attend to in each layer."""
+    parscale_smoothing: float = setting(0.01, fraction=True)
+    """Part of the weights of streams that is equal for all of them, so that all streams are
+    trained."""
+
+    @property
+    def streams(self) -> int:
+        """Samples inside the model of each sample of a batch."""
+        return max(self.parscale_streams, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig(RotaryConfig, ExpertConfig, RecurrenceConfig, ResidualConfig, ParScaleConfig):
     """Configuration of a decoder: its sizes, norms, attention, positions, experts and recurrence.
 
     `MODEL_SIZES` has the configurations of published models by name. The fields are also the

@@ -44,6 +44,12 @@ from ranvier.models.paged_attention import (
     attend_to_own_pages,
     paged_attention,
 )
+from ranvier.models.parscale import (
+    StreamAggregation,
+    copy_layout_to_streams,
+    copy_to_streams,
+)
+from ranvier.models.prefix_attention import prefix_rows, prefixed_attention
 from ranvier.models.rope import RotaryEmbedding, apply_rotary
 from ranvier.models.segment_attention import SegmentAttention
 
@@ -113,6 +119,8 @@ class AttentionCore(nn.Module):
 
     segment_attention = SegmentAttention
     """Kernel of a grid whose context axis splits samples."""
+    prefix_rows = staticmethod(prefix_rows)
+    """Returns the keys or values of the prefix of each sample."""
 
     def __init__(self, config: DecoderConfig, layer: int = 0) -> None:
         super().__init__()
@@ -139,6 +147,13 @@ class AttentionCore(nn.Module):
         """Attention to the cache; replaced by the fastest backend on the device."""
         self.attend_own_pages: PagePartAttention = attend_to_own_pages
         """Attention to the pages of this rank of context; replaced likewise."""
+        self.prefix_k: nn.Parameter | None = None
+        """Learned keys of each stream, `[P, g, n, k]`; None if samples have one stream."""
+        self.prefix_v: nn.Parameter | None = None
+        if config.streams > 1:
+            shape = (config.streams, config.kv_heads, config.parscale_prefix_tokens, self.head_dim)
+            self.prefix_k = nn.Parameter(torch.randn(shape) * config.init_std)
+            self.prefix_v = nn.Parameter(torch.randn(shape) * config.init_std)
 
     def forward(
         self,
@@ -149,12 +164,14 @@ class AttentionCore(nn.Module):
         documents: Documents | TokenLayout | Tensor | None,
         *,
         is_rotated: bool = False,
+        prefix: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Computes attention. q: `[b, s, h, k]`; k, v: `[b, s, g, k]`; y: `[b, s, h·k]`.
 
         angles: output of `RotaryEmbedding`, or positions `[b, s]`. documents: `Documents`, ids
         `[b, s]`, or `PagedSequences`, whose keys and values are in `kv_caches`. is_rotated: q and k
-        are results of `rotate`.
+        are results of `rotate`. prefix: keys and values of the prefix of each sample, `[b·n, g,
+        k]`; by default those of the streams.
         """
         if not is_rotated:
             q, k = self.rotate(q, k, angles)
@@ -171,6 +188,13 @@ class AttentionCore(nn.Module):
             window = 0
         else:
             window = self.window
+        if prefix is None and self.prefix_k is not None and self.prefix_v is not None:
+            both = (self.prefix_k, self.prefix_v)
+            prefix_k, prefix_v = (prefix_rows(x, 0, q.shape[0]) for x in both)
+            prefix = (prefix_k, prefix_v)
+        if prefix is not None:
+            assert documents is None or isinstance(documents, Documents), type(documents)
+            return prefixed_attention(q, k, v, *prefix, documents, window, self.cap).flatten(2)
         # The varlen kernel supports windows; SDPA would need a mask of all scores.
         if documents is None and window and can_use_flash_kernel(q, self.cap):
             documents = Documents.one_per_sample(q.shape[0], q.shape[1], q.device)
@@ -570,6 +594,7 @@ class Decoder(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(self.build_blocks(config))
         self.norm = build_norm(config)
+        self.aggregation = StreamAggregation(config) if config.streams > 1 else None
         self.rotary = RotaryEmbedding(config) if config.position_embedding == "rope" else None
         self.head = LMHead(config.embed, config.vocab, cap=config.final_logit_softcap)
         if config.tie_embeddings:
@@ -604,7 +629,13 @@ class Decoder(nn.Module):
     def parts(self) -> list[tuple[str, ...]]:
         """Names of the layers of each part, in order: embedding, each block, norm and head."""
         blocks = [(f"blocks.{i}",) for i in range(len(self.blocks))]
-        return [("embed", "position", "dropout"), *blocks, ("norm", "head")]
+        return [("embed", "position", "dropout"), *blocks, ("norm", "aggregation", "head")]
+
+    @property
+    def streams(self) -> dict[str, int]:
+        """Samples of these layers, and of those in them, for each sample of a batch; others: 1."""
+        count = self.config.streams
+        return {"blocks": count, "norm": count} if count > 1 else {}
 
     def forward(
         self,
@@ -676,6 +707,8 @@ class Decoder(nn.Module):
             x = torch.stack([x, addend])
         if parts.stop > len(self.blocks) + 1:
             x = self.norm(x)
+            if self.aggregation is not None:
+                x = self.aggregation(x)  # (b, s, d)
             if scored:
                 x = self.head(x, targets, logits_to_keep)
             if targets is not None and scored:
@@ -708,6 +741,12 @@ class Decoder(nn.Module):
             x = self.dropout(x)
         assert isinstance(x, Tensor), type(x)
         documents = normalize_documents(documents)
+        if self.config.streams > 1:
+            if embeds:
+                x = copy_to_streams(x, self.config.streams)  # (b·P, s, d)
+            positions, documents = copy_layout_to_streams(
+                positions, documents, self.config.streams
+            )
         # Rotary angles are computed once for all layers.
         angles = None
         if self.rotary is not None:

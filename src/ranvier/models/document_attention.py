@@ -75,6 +75,12 @@ class Documents:
         # Clamping makes documents outside of the range empty.
         return Documents((), (self.cu_seqlens - start).clamp(0, tokens), self.max_seqlen_tensor)
 
+    def repeat_samples(self, count: int) -> Documents:
+        """Returns the documents of `count` consecutive copies of each sample."""
+        assert self.lengths, "documents of a range of tokens have no lengths"
+        lengths = tuple(sample for sample in self.lengths for _ in range(count))
+        return Documents.from_lengths(lengths, self.cu_seqlens.device)
+
     @property
     def max_seqlen(self) -> int:
         """Length of the longest document, rounded up to a power of two."""

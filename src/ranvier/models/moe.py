@@ -69,8 +69,9 @@ class Router:
             config.router_norm,
             config.router_scale,
             config.capacity_factor,
-            config.aux_loss_coeff,
-            config.z_loss_coeff,
+            # The loss counts a token once, also if it is routed in several streams.
+            config.aux_loss_coeff / config.streams,
+            config.z_loss_coeff / config.streams,
             config.router_jitter,
             config.expert_bias_update_rate,
             config.router_logit_scale,

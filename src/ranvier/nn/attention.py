@@ -40,6 +40,10 @@ from ranvier.sharding import Dim
 from ranvier.trace import Event
 
 
+PREFIX_DIMS = ("stream", "kv_heads", "prefix", "head_dim")
+"""Dims of the learned keys and values of the streams of a sample (ParScale)."""
+
+
 class AttentionCore(ParallelLayer):
     """Causal attention for the heads, samples and tokens of this rank.
 
@@ -63,6 +67,16 @@ class AttentionCore(ParallelLayer):
         self.dim = dim
         self.serial = serial
         self.batch_axis = site.axis(*site.table.axes_inside_replica(dim, "batch"))
+        # Learned keys and values of the streams of a sample, split like those of tokens.
+        self.prefix_k: torch.nn.Parameter | None
+        self.prefix_v: torch.nn.Parameter | None
+        for name in ("prefix_k", "prefix_v"):
+            rule = site.table.activation_rule("kv_heads")
+            param = getattr(serial, name, None)
+            self.shard_parameter(name, param, PREFIX_DIMS, rule=rule, std=0.02)
+            if param is not None:
+                # The serial core gets those of this rank's samples.
+                serial.register_parameter(name, None)
         self.context_axis = site.axis(
             *(axis for axis in site.table.token_axes(dim, "seq") if axis == "context")
         )
@@ -99,15 +113,17 @@ class AttentionCore(ParallelLayer):
         angles = self._local_samples(angles, tokens)
         core: Any = self.serial
         if isinstance(documents, BlockAttention):
+            assert self.prefix_k is None, "refused by `parallelize`"
             q, k = core.rotate(q, k, angles)
             found: Tensor = attend_over_context(q, k, v, documents.number, self.local_name)[0]
             return found.flatten(2)
         documents = self._local_samples(documents, tokens)
+        prefix = self._local_prefix(q.shape[0])
         if self.context_axis.size == 1:
-            if is_rotated:
-                out: Tensor = core(q, k, v, angles, documents, is_rotated=True)
-            else:
-                out = core(q, k, v, angles, documents)
+            options: dict[str, Any] = {"is_rotated": True} if is_rotated else {}
+            if prefix is not None:
+                options["prefix"] = prefix
+            out: Tensor = core(q, k, v, angles, documents, **options)
             return out
         if not isinstance(documents, ContextDocuments):
             if getattr(core, "kv_caches", ()):
@@ -123,7 +139,20 @@ class AttentionCore(ParallelLayer):
         how = self._context_attention(q, k, documents)
         with self.trace_scope():
             exchange = AxisExchange(self.context_axis)
-            return how.attend(q, k, v, exchange, core.cap, self._run_once).flatten(2)
+            return how.attend(q, k, v, exchange, core.cap, self._run_once, prefix).flatten(2)
+
+    def _local_prefix(self, samples: int) -> tuple[Tensor, Tensor] | None:
+        """Returns keys and values of the prefix of each of this rank's samples, `[b·n, g/row, k]`.
+
+        samples: number of them. None without streams.
+        """
+        if self.prefix_k is None or self.prefix_v is None:
+            return None
+        core: Any = self.serial
+        first = self.batch_axis.index * samples
+        both = (self.prefix_k, self.prefix_v)
+        prefix_k, prefix_v = (core.prefix_rows(x, first, samples) for x in both)
+        return prefix_k, prefix_v
 
     def rotate(self, q: Tensor, k: Tensor, angles: Tensor | None) -> tuple[Tensor, Tensor]:
         """Returns scaled queries and keys, rotated by their positions."""
@@ -264,6 +293,7 @@ class AttentionCore(ParallelLayer):
             window or 0,
             context_index=self.context_axis.index,
             sample_part=self.batch_axis.index,
+            prefix_tokens=0 if self.prefix_k is None else self.prefix_k.shape[2],
         )
 
 
@@ -287,6 +317,7 @@ def _example_config() -> Any:
         "query_pre_attn_scalar": 0.0,
         "attn_logit_softcap": 0.0,
         "window_of_layer": lambda layer: 0,
+        "streams": 1,
     }
     return SimpleNamespace(
         head_dim=4, position_embedding="rope", rope="llama3", rope_theta=1e4, **rope, **plain

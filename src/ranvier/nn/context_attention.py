@@ -119,6 +119,8 @@ class SegmentKernelFactory(Protocol):
         """causal: the last query of a segment is aligned with its last key."""
 
 
+Prefix = tuple[Tensor, Tensor]
+"""Keys and values of the prefix of each sample, `[b·n, g, k]`."""
 RunOnce = Callable[[Callable[[], tuple[Tensor, ...]]], tuple[Tensor, ...]]
 """Runs work and returns its tensors; a recomputation returns those of the first run instead."""
 
@@ -217,9 +219,11 @@ class KVGather(RowAttention):
         exchange: Exchange,
         cap: float = 0.0,
         run_once: RunOnce = run_always,
+        prefix: Prefix | None = None,
     ) -> Tensor:
-        """Computes attention."""
-        return _apply_core(q, k, v, self, exchange, cap, run_once)
+        """Computes attention. prefix: keys and values that all tokens of a sample see."""
+        core = self if prefix is None else PrefixedAttention(self, self.make_kernel, q.shape[0])
+        return _apply_core(q, k, v, core, exchange, cap, run_once, prefix)
 
     @cached_property
     def kernel(self) -> SegmentKernel:
@@ -450,9 +454,11 @@ class Ring(RowAttention):
         exchange: Exchange,
         cap: float = 0.0,
         run_once: RunOnce = run_always,
+        prefix: Prefix | None = None,
     ) -> Tensor:
-        """Computes attention."""
-        return _apply_core(q, k, v, self, exchange, cap, run_once)
+        """Computes attention. prefix: keys and values that all tokens of a sample see."""
+        core = self if prefix is None else PrefixedAttention(self, self.make_kernel, q.shape[0])
+        return _apply_core(q, k, v, core, exchange, cap, run_once, prefix)
 
     @cached_property
     def kernels(self) -> dict[int, SegmentKernel]:
@@ -647,18 +653,23 @@ class Ulysses:
         exchange: Exchange,
         cap: float = 0.0,
         run_once: RunOnce = run_always,
+        prefix: Prefix | None = None,
         *,
         far_exchange: Exchange | None = None,
     ) -> Tensor:
-        """Computes attention. exchange: between the near ranks."""
+        """Computes attention. exchange: between the near ranks. prefix: as in `KVGather.attend`."""
         near = self.layout.near
+        if prefix is not None:
+            # Every rank has the prefix of all heads, and attends for some of them.
+            prefix_k, prefix_v = (_split_heads(x, near)[self.layout.near_rank] for x in prefix)
+            prefix = (prefix_k, prefix_v)
         check_ulysses_heads(q.shape[2], k.shape[2], near)
         samples = q.shape[0]
         flat = (x.flatten(0, 1) for x in (q, k, v))  # (b·t, h, k)
         inside = _apply(_SwapHeadsIn, *flat, self, exchange, run_once)
         parts = inside.split(self.heads_inside((q.shape[2], k.shape[2], k.shape[2])), 1)
         some, keys, values = (x.unflatten(0, (samples, -1)) for x in parts)
-        y = self.far.attend(some, keys, values, far_exchange or exchange, cap, run_once)
+        y = self.far.attend(some, keys, values, far_exchange or exchange, cap, run_once, prefix)
         out = _apply(_SwapHeadsOut, y.flatten(0, 1), self, exchange, run_once)
         return out.view(q.shape)
 
@@ -805,6 +816,65 @@ class _SwapHeadsOut(torch.autograd.Function):
         return ctx.how.send_gradient(dy, ctx.exchange), None, None, None
 
 
+# ---- a prefix that all tokens see -------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class PrefixedAttention:
+    """Attention of rows to keys of tokens and, on each rank, to the prefix of their sample.
+
+    Both are merged by log-sum-exps; backward uses those of all keys, so that each part computes its
+    gradients alone.
+    """
+
+    core: RowAttention
+    make_kernel: SegmentKernelFactory
+    num_samples: int
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        prefix_k: Tensor,
+        prefix_v: Tensor,
+        exchange: Exchange,
+        cap: float,
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the output `[T, h, k]`, and log-sum-exps `[h, T]`; prefixes: `[b·n, g, k]`."""
+        o, lse = self.core.forward(q, k, v, exchange, cap)
+        part = self._prefix_kernel(q, prefix_k).forward(q, prefix_k, prefix_v, cap)
+        o, lse = merge_attention(o.to(lse.dtype), lse, *part)
+        return o.to(q.dtype), lse
+
+    def backward(
+        self,
+        dy: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        prefix_k: Tensor,
+        prefix_v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        exchange: Exchange,
+        cap: float,
+    ) -> tuple[Tensor, ...]:
+        """Returns the gradients of q, k, v and of both prefixes."""
+        dq, dk, dv = self.core.backward(dy, q, k, v, o, lse, exchange, cap)
+        kernel = self._prefix_kernel(q, prefix_k)
+        part, *grads = kernel.backward(dy, q, prefix_k, prefix_v, o, lse, cap)
+        prefix_grads = (grad.to(prefix_k.dtype) for grad in grads)
+        return (dq.to(part.dtype) + part).to(q.dtype), dk, dv, *prefix_grads
+
+    def _prefix_kernel(self, q: Tensor, prefix_k: Tensor) -> SegmentKernel:
+        rows = q.shape[0] // self.num_samples
+        keys = prefix_k.shape[0] // self.num_samples
+        samples = range(self.num_samples)
+        pairs = ((i * rows, (i + 1) * rows, i * keys, (i + 1) * keys) for i in samples)
+        return self.make_kernel(tuple(pairs), q.shape[0], prefix_k.shape[0], causal=False)
+
+
 # ---- autograd ---------------------------------------------------------------------------
 
 
@@ -814,16 +884,15 @@ class _CoreFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        core: RowAttention,
+        core: RowAttention | PrefixedAttention,
         exchange: Exchange,
         cap: float,
         run_once: RunOnce,
+        *rows: Tensor,
     ) -> Tensor:
-        o, lse = run_once(lambda: core.forward(q, k, v, exchange, cap))
-        ctx.save_for_backward(q, k, v, o, lse)
+        attend: Callable[..., tuple[Tensor, ...]] = core.forward
+        o, lse = run_once(lambda: attend(*rows, exchange, cap))
+        ctx.save_for_backward(*rows, o, lse)
         ctx.core = core
         ctx.exchange = exchange
         ctx.cap = cap
@@ -832,21 +901,22 @@ class _CoreFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         grads = ctx.core.backward(dy, *ctx.saved_tensors, ctx.exchange, ctx.cap)
-        return *grads, None, None, None, None
+        return None, None, None, None, *grads
 
 
 def _apply_core(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    core: RowAttention,
+    core: RowAttention | PrefixedAttention,
     exchange: Exchange,
     cap: float,
     run_once: RunOnce,
+    prefix: Prefix | None,
 ) -> Tensor:
     """Applies a core to samples. q, y: `[b, t, h, k]`; k, v: `[b, t, g, k]`."""
-    rows, keys, values = (x.flatten(0, 1) for x in (q, k, v))
-    y = _apply(_CoreFunction, rows, keys, values, core, exchange, cap, run_once)
+    rows = [x.flatten(0, 1) for x in (q, k, v)]
+    y = _apply(_CoreFunction, core, exchange, cap, run_once, *rows, *(prefix or ()))
     return y.view(q.shape)
 
 

@@ -65,6 +65,20 @@ class ContextDocuments:
         """Returns the documents of a range of samples."""
         return replace(self.map_tensors(lambda x: x[rows]), orders=self.orders[rows], layouts={})
 
+    def repeat_samples(self, count: int) -> ContextDocuments:
+        """Returns the documents of `count` consecutive copies of each sample."""
+        orders = tuple(order for order in self.orders for _ in range(count))
+        key = ("copies", count)
+        layouts = self.layouts.setdefault(key, {})
+        return self.get_or_build(
+            key,
+            lambda: replace(
+                self.map_tensors(lambda x: x.repeat_interleave(count, 0)),
+                orders=orders,
+                layouts=layouts,
+            ),
+        )
+
     def narrow(self, start: int, tokens: int) -> ContextDocuments:
         """Returns the documents of a range of tokens of this rank, which must be whole samples."""
         each = self.token_numbers.shape[1]

@@ -96,6 +96,8 @@ class LayerContext:
     """Data type in which tokens are dispatched to experts."""
     context_attention: ContextAttentionChoice = "auto"
     """How attention gets keys of other ranks of context."""
+    streams: int = 1
+    """Samples of the layer for each sample of a micro-batch (ParScale); they are consecutive."""
     whole_sequence: bool = False
     """Whether the sequence is already gathered over row at the start of the enclosing module, as
     in Hugging Face models."""
@@ -114,8 +116,33 @@ class LayerContext:
         """The part of the context that cost models need."""
         table = replace(self.table, row_splits=self.step_context.row_splits)
         return LayoutContext(
-            self.grid.degrees, table, self.units, self.dispatch, self.context_attention
+            self.grid.degrees,
+            table,
+            self.units,
+            self.dispatch,
+            self.context_attention,
+            streams=self.streams,
         )
+
+    @property
+    def sample_numbers(self) -> Tensor | None:
+        """Number of each sample of the layer in the run; streams of a sample have different ones.
+
+        None if the samples are not known.
+        """
+        samples = self.step_context.samples
+        if samples is None or self.streams == 1:
+            return samples
+        stream = torch.arange(self.streams, device=samples.device)
+        return (samples.unsqueeze(1) * self.streams + stream).flatten()
+
+    @property
+    def context_documents(self) -> ContextDocuments | None:
+        """Which tokens of the layer's samples each rank of context has; None if context is 1."""
+        documents = self.step_context.context_documents
+        if documents is None or self.streams == 1:
+            return documents
+        return documents.repeat_samples(self.streams)
 
     def for_layer(self, name: str, **changes: object) -> LayerContext:
         """Returns the context of another layer of the same model."""

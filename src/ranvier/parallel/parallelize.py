@@ -27,7 +27,7 @@ from ranvier.config.plan import AXES, Plan, Recompute
 from ranvier.errors import PlanError, ShardingError
 from ranvier.grid import Grid
 from ranvier.memory.saved_results import SavePolicy
-from ranvier.models import decoder, feed_forward, lora, moe, recurrent_decoder
+from ranvier.models import decoder, feed_forward, lora, moe, parscale, recurrent_decoder
 from ranvier.nn.attention import AttentionCore
 from ranvier.nn.block import run_block
 from ranvier.nn.compile import CompiledBlocks
@@ -45,6 +45,7 @@ from ranvier.nn.moe import load_balancing as balances
 from ranvier.nn.moe.layer import MoELayer
 from ranvier.nn.moe.load_balancing import LoadBalancer
 from ranvier.nn.norm import LayerNorm, Norm, RMSNorm
+from ranvier.nn.stream_scores import StreamScores
 from ranvier.nn.token_chunks import TokenChunks
 from ranvier.parallel import huggingface
 from ranvier.parallel.input_check import InputExpectation, check_inputs
@@ -77,6 +78,7 @@ PARALLEL_LAYERS: dict[type[nn.Module], Callable[..., ParallelLayer]] = {
     decoder.LMHead: LMHead,
     decoder.CrossEntropy: CrossEntropy,
     recurrent_decoder.InitialState: InitialState,
+    parscale.StreamScores: StreamScores,
 }
 """Serial layers and their parallel versions. A new layer needs one file and one line here."""
 
@@ -300,6 +302,12 @@ def _refuse_bad_arguments(model: nn.Module, plan: Plan) -> None:
             "recompute='memory_budget' is only available through `ranvier train`, which measures "
             "memory. Pass 'none', 'selective' or 'full' to parallelize()."
         )
+    if plan.compile == "on" and plan.context > 1 and getattr(model, "streams", {}):
+        raise ShardingError(
+            f"compile='on' with context={plan.context} is not supported for a model with "
+            f"{max(model.streams.values())} streams. A graph cannot merge attention over context "  # type: ignore[union-attr, operator]
+            "with that to the prefix of a stream. Use compile='off', or context=1."
+        )
     if plan.compile == "on" and huggingface.is_huggingface_model(model):
         raise ShardingError(
             f"compile='on' is not supported for {type(model).__name__}. Blocks of Hugging Face "
@@ -402,6 +410,7 @@ def _build_parallel_model(
             runtime,
             how,
             site.units.get("embed", 0),
+            streams=max(getattr(model, "streams", {}).values(), default=1),
             can_split_backward=compiled is None,
         ),
         sizes=site.units,
@@ -512,6 +521,7 @@ def _swap_layers(
     ]
     entered = tuple(path.removesuffix("entrance") for path in entries)
     order = {path: i for i, path in enumerate(modules)}
+    streams: Mapping[str, int] = getattr(model, "streams", {})
     # In model order: a tied weight gets its first name, as in named_parameters().
     for path in sorted(names, key=lambda name: order.get(name, order.get(_parent_path(name), 0))):
         parent = model.get_submodule(_parent_path(path))
@@ -532,6 +542,7 @@ def _swap_layers(
             here = site.for_layer(
                 path,
                 block_name=enclosing_block(path, blocks),
+                streams=streams.get(path.partition(".")[0], 1),
                 whole_sequence=path.startswith(entered),
             )
             leaf = _build_layer(child, here, table, names[path])
@@ -612,7 +623,7 @@ def _bucket_of_each_weight(
 ) -> dict[str, str]:
     """Returns the bucket of each weight: its block, or outside of blocks its layer.
 
-    All vectors share one bucket.
+    All vectors share one bucket. So do the weights of streams, which layers use as stored.
     """
     buckets = {}
     for name, weight in weights.items():
@@ -621,7 +632,7 @@ def _bucket_of_each_weight(
         # Members of a fused layer share its bucket.
         if isinstance(model.get_submodule(above), FusedLinear):
             layer = above
-        if len(weight.dims) == 1:
+        if len(weight.dims) == 1 or "stream" in weight.dims:
             buckets[name] = VECTORS
         else:
             buckets[name] = enclosing_block(name, blocks) or _numbered_element(name) or layer

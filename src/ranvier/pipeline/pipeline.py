@@ -24,6 +24,8 @@ class Pipeline:
     config: PipelineConfig
     embed: int = 0
     """Features of a message, over all ranks of col."""
+    streams: int = 1
+    """Samples of a message for each sample of a micro-batch (ParScale)."""
     can_split_backward: bool = True
     """Whether layers can defer their weight gradients; layers in compiled blocks cannot."""
     policies: dict[int, SchedulingPolicy] = field(default_factory=dict)
@@ -81,7 +83,8 @@ class Pipeline:
     def micro_batch_events(self, flow: ActivationShape) -> list[Event]:
         """Returns the messages of a micro-batch in the outer layout `[b, s/row, d/col]`."""
         ground = LayoutContext(self.executor.grid.degrees, ShardingTable(), {"embed": self.embed})
-        return traffic.micro_batch_events(self.stage_spec, traffic.message_bytes(ground, flow))
+        size = traffic.message_bytes(ground, flow)
+        return traffic.micro_batch_events(self.stage_spec, size, self.streams)
 
     def step_events(self, micro_batches: int, itemsize: int) -> list[Event]:
         """Returns the orders inside the stage and the broadcast of the loss of a step."""

@@ -80,14 +80,18 @@ class StageSpec:
         return chunk == self.chunks - 1 and self.index == self.num_stages - 1
 
 
-def micro_batch_events(seat: StageSpec, size: int) -> list[Event]:
-    """Returns the messages of one micro-batch, of `size` bytes per tensor."""
+def micro_batch_events(seat: StageSpec, size: int, streams: int = 1) -> list[Event]:
+    """Returns the messages of one micro-batch, of `size` bytes per tensor.
+
+    streams: factor of those between the blocks of a model, whose samples have several streams.
+    """
     found = list[Event]()
     if seat.num_stages == 1:
         return found
 
     def add(op: str, way: str, times: int = 1, tensors: int = 1) -> None:
-        found.extend([Event(op, ("pipe",), tensors * size, f"pipeline.{way}")] * times)
+        copies = tensors * (streams if way in (FORWARD, BACKWARD) else 1)
+        found.extend([Event(op, ("pipe",), size * copies, f"pipeline.{way}")] * times)
 
     for chunk in range(seat.chunks):
         received = seat.tensors_received(FORWARD, chunk)

@@ -276,7 +276,7 @@ class MoELayer(ParallelLayer):
         `[t, E]`, float64. The sample index counts all samples of the run, so it determines the
         step.
         """
-        samples = self.site.step_context.samples
+        samples = self.site.sample_numbers
         if samples is None:
             raise DataError(
                 f"{self.site.name} uses router noise (router_jitter={self.rule.jitter}), but the "
@@ -293,7 +293,7 @@ class MoELayer(ParallelLayer):
 
     def _token_numbers(self, x: Tensor) -> Tensor:
         """Returns the numbers of the tokens of x in their sequences, `[1 or b, s/row]`."""
-        documents = self.site.step_context.context_documents
+        documents = self.site.context_documents
         if documents is not None:
             return documents.sequence_numbers(self.row)
         if self.context.size > 1:
@@ -311,7 +311,7 @@ class MoELayer(ParallelLayer):
         """
         if self.rule.capacity_factor == 0.0:
             return None
-        documents = self.site.step_context.context_documents
+        documents = self.site.context_documents
         if documents is not None:
             # Tokens have any order over context: the capacity is assigned in sequence order.
             local = routes.experts.view(*x.shape[:2], -1)  # (b, s/(context·row), k)
