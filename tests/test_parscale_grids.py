@@ -7,30 +7,19 @@ import itertools
 import math
 import random
 from typing import Any
-from unittest import mock
 
 import pytest
-import torch
 
 from equivalence import (
     Case,
     Serial,
     batch_of,
     compare,
-    gradients,
-    micros_of,
-    reload,
     run_case,
     sized,
-    worst,
 )
 from grids import label
 from pool import Pool
-from ranvier.grid import Grid
-from ranvier.models import decoder
-from ranvier.parallel.parallel_model import get_parallel_model
-from ranvier.train.step import forward_backward
-from states import assemble
 
 pytestmark = pytest.mark.nccl
 LR, CLIP = 1e-2, 0.5

@@ -379,6 +379,19 @@ REFUSALS: tuple[Refusal, ...] = (
         "Set data.canaries, or use train.canary_interval=0",
     ),
     Refusal(
+        lambda run: run.plan.cuda_graph and run.model.streams > 1,
+        "plan.cuda_graph=True with model.parscale_streams={model.parscale_streams}",
+        "Attention to the prefixes of streams may read sizes on the host, which a graph cannot",
+        "Use plan.cuda_graph=False",
+    ),
+    Refusal(
+        lambda run: run.plan.compile == "on" and run.plan.context > 1 and run.model.streams > 1,
+        "plan.compile='on' and plan.context={plan.context} with "
+        "model.parscale_streams={model.parscale_streams}",
+        "A compiled block cannot merge attention over context with that to the prefix of a stream",
+        "Use plan.compile='off', or plan.context=1",
+    ),
+    Refusal(
         lambda run: run.plan.cuda_graph and run.data.document_mask,
         "plan.cuda_graph=True with data.document_mask=True",
         "A CUDA graph repeats the same work in each step, but documents differ",

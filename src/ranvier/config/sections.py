@@ -71,6 +71,11 @@ class ModelConfig(abc.ABC):
         return None
 
     @property
+    def streams(self) -> int:
+        """Samples inside the model for each sample of a batch."""
+        return 1
+
+    @property
     def memory_traits(self) -> dict[str, Any]:
         """Settings that affect what blocks save for backward, by name."""
         return {}
@@ -132,7 +137,13 @@ class DecoderModelConfig(DecoderConfig, ModelConfig):
         dense = (self.layers - mixed) * hidden * self.mlp
         # A recurrent core reads its state and the prelude, through one matrix each.
         adapters = 2 * self.embed**2 if self.is_recurrent else 0
-        return self.layers * attention + dense + mixed * mixture + words + places + adapters
+        streams = 0
+        if self.streams > 1:
+            # Keys and values of each layer, and the two matrices of the average.
+            prefix = self.kv_heads * self.parscale_prefix_tokens * self.head_dim
+            streams = self.streams * (2 * self.layers * prefix + self.embed * (self.embed + 1))
+        outside = words + places + adapters + streams
+        return self.layers * attention + dense + mixed * mixture + outside
 
     @property
     def sequence_limit(self) -> int:

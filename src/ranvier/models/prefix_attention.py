@@ -19,7 +19,9 @@ from ranvier.models.document_attention import Documents, can_use_flash_kernel
 from ranvier.models.segment_attention import SegmentAttention
 
 
-def prefix_segments(samples: int, rows: int, num_prefix: int) -> tuple[tuple[int, int, int, int], ...]:
+def prefix_segments(
+    samples: int, rows: int, num_prefix: int
+) -> tuple[tuple[int, int, int, int], ...]:
     """Returns the rows of queries of each sample, and those of its prefix."""
     each = rows // samples
     return tuple(

@@ -39,7 +39,6 @@ from ranvier.nn.layer import LayerContext, ParallelLayer
 from ranvier.sharding import Dim
 from ranvier.trace import Event
 
-
 PREFIX_DIMS = ("stream", "kv_heads", "prefix", "head_dim")
 """Dims of the learned keys and values of the streams of a sample (ParScale)."""
 

@@ -46,9 +46,8 @@ def is_prunable(weight: ShardedParameter) -> bool:
         dims = 3
     else:
         dims = 2
-    matrix = (
-        weight.param_group == "matrix" and len(weight.dims) == dims and "vocab" not in weight.dims
-    )
+    other = {"vocab", "stream"} & {dim for dim in weight.dims if isinstance(dim, str)}
+    matrix = weight.param_group == "matrix" and len(weight.dims) == dims and not other
     return matrix and weight.trainable
 
 

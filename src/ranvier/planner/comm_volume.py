@@ -488,7 +488,8 @@ def step_comm_volume(
     ground = spot.layout_context(model)
     types = element_sizes(flow)
     size = traffic.message_bytes(ground, flow)
-    rows += _count_events("", "pipe", traffic.micro_batch_events(here.stage_spec, size), micros)
+    messages = traffic.micro_batch_events(here.stage_spec, size, model.streams)
+    rows += _count_events("", "pipe", messages, micros)
     # The token count and the loss are summed over all ranks that hold different tokens. Losses have
     # the layout of the logits.
     region = ground.table.activation_rule("vocab")

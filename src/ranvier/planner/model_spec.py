@@ -42,11 +42,12 @@ LayerKind = Literal[
     "lengths",
     "opening",
     "entropy",
+    "scores",
 ]
 """Kinds of layers: linear; fused linears with the same input (siblings), or with parts of it
 (apart); LM head with its loss; embedding; RMSNorm and LayerNorm; attention core; router with its
 experts (mixture); DoRA magnitudes (lengths); the point where Hugging Face modules gather the
-sequence (opening); a separate cross-entropy loss."""
+sequence (opening); a separate cross-entropy loss; the scores of streams (scores)."""
 SPEC_FOLDER = Path(__file__).parent / "lists"
 ENTRY = "entry"
 EXIT = "exit"
@@ -88,6 +89,10 @@ class LayerSpec:
     """How often its part calls it: 2 for the norm of a recurrent model."""
     defers_reduction: bool = False
     """Whether the reduction of its output runs behind the next module (ladder residual)."""
+    prefix: tuple[int, ...] = ()
+    """Shape of the learned keys of streams: streams, kv heads, prefix tokens, head dim."""
+    streams: int = 1
+    """Its samples for each sample of a batch (ParScale)."""
 
     @property
     def num_parameters(self) -> int:
@@ -99,6 +104,8 @@ class LayerSpec:
             own = 0
         else:
             own = math.prod(self.shape)
+        # Learned keys and values.
+        own += 2 * math.prod(self.prefix) if self.prefix else 0
         bias = self._bias_size if self.bias else 0
         return own + bias + sum(leaf.num_parameters for leaf in self.inside)
 
@@ -117,6 +124,7 @@ class LayerSpec:
         """Returns its cost model (communication and compute) in a layout."""
         name = f"{prefix}{self.name}"
         dims = [dim_name(dim) for dim in self.dims]
+        ground = replace(ground, streams=self.streams)
         match self.kind:
             case "linear" | "siblings" | "apart":
                 factors = tuple(leaf._build_factor(ground) for leaf in self.inside or (self,))
@@ -143,6 +151,7 @@ class LayerSpec:
                     self.head_dim,
                     self.window,
                     context_index=ground.context_index,
+                    prefix_tokens=self.prefix[2] if self.prefix else 0,
                 )
             case "mixture":
                 experts, width, _ = self.shape
@@ -156,6 +165,9 @@ class LayerSpec:
                 return layers.SequenceGatherCost(name, ground)
             case "entropy":
                 return layers.CrossEntropyCost(name, ground, dims[0])
+            case "scores":
+                streams, features = self.shape
+                return layers.StreamScoresCost(name, ground, (streams, features))
 
     def _build_factor(self, ground: LayoutContext) -> products.LinearWeight:
         return products.LinearWeight(self.shape, self.dims, ground, self.trainable)
@@ -168,12 +180,18 @@ class LayerSpec:
         name = f"{prefix}{self.name}"
         for leaf in self.inside:
             yield from leaf.param_specs(f"{name}.", block or name, ground)
+        for own in ("prefix_k", "prefix_v") if self.prefix else ():
+            dims = ("stream", "kv_heads", "prefix", "head_dim")
+            yield self._stored_param_spec(f"{name}.{own}", dims, self.prefix, "kv_heads", ground)
         # A fused layer itself has no weight.
         if not self.shape:
             return
         if self.kind == "mixture":
             yield from self._expert_param_specs(name, block, ground)
             return
+        if self.kind == "scores":
+            weight = f"{name}.weight"
+            yield self._stored_param_spec(weight, self.dims, self.shape, "embed", ground)
         dims = self.dims
         kind = self.kind
         trained = self.trainable
@@ -220,6 +238,19 @@ class LayerSpec:
                 self.trainable,
                 matrix_dims=matrix_dims(dims),
             )
+
+    def _stored_param_spec(
+        self,
+        name: str,
+        dims: tuple[Dim, ...],
+        shape: tuple[int, ...],
+        like: str,
+        ground: LayoutContext,
+    ) -> ParamSpec:
+        """Returns a weight of streams, which is split like the activations of a dim."""
+        region = ground.table.activation_rule(like)
+        cut = Sharding.from_dims(shape, dims, region, ground.degrees, units=ground.units)
+        return ParamSpec(name, VECTORS, cut, "matrix", self.trainable)
 
     def _vector_param_spec(
         self, name: str, dim: Dim, size: int, ground: LayoutContext
@@ -270,6 +301,11 @@ class BlockSpec:
                 found.setdefault(name.group(), []).append(inner)
         return tuple(replace(self, layers=tuple(some), calls=ONE_CALL) for some in found.values())
 
+    @cached_property
+    def streams(self) -> int:
+        """Samples of a block for each sample of a batch; 1 outside of blocks."""
+        return max((leaf.streams for leaf in self.layers if self.is_block), default=1)
+
     def layers_of_kind(self, *kinds: LayerKind) -> list[LayerSpec]:
         """Returns its layers of these kinds."""
         return [leaf for leaf in self.layers if leaf.kind in kinds]
@@ -310,6 +346,11 @@ class ModelSpec:
     def num_trainable(self) -> int:
         """Number of trainable parameters."""
         return sum(part.count * sum(map(_count_trainable, part.layers)) for part in self.parts)
+
+    @cached_property
+    def streams(self) -> int:
+        """Samples between its blocks for each sample of a batch (ParScale)."""
+        return max(part.streams for part in self.parts)
 
     @property
     def is_recurrent(self) -> bool:
@@ -392,9 +433,11 @@ def _layer_to_dict(leaf: LayerSpec) -> dict[str, Any]:
 
 def _layer_from_dict(facts: Mapping[str, Any]) -> LayerSpec:
     dims = tuple(dim if isinstance(dim, str) else (dim[0], dim[1]) for dim in facts.get("dims", ()))
-    more = {k: v for k, v in facts.items() if k not in ("dims", "shape", "inside")}
+    lists = ("shape", "prefix")
+    more = {k: v for k, v in facts.items() if k not in ("dims", *lists, "inside")}
+    more |= {name: tuple(facts.get(name, ())) for name in lists}
     inside = tuple(_layer_from_dict(one) for one in facts.get("inside", ()))
-    return LayerSpec(**more, dims=dims, shape=tuple(facts.get("shape", ())), inside=inside)
+    return LayerSpec(**more, dims=dims, inside=inside)
 
 
 # ---- sources of specs -------------------------------------------------------------------

@@ -24,6 +24,7 @@ from ranvier.nn.linear import Linear
 from ranvier.nn.lm_head import LMHead
 from ranvier.nn.moe.layer import MoELayer
 from ranvier.nn.norm import Norm
+from ranvier.nn.stream_scores import StreamScores
 from ranvier.parallel.huggingface import SequenceGather
 from ranvier.parallel.parallel_model import get_parallel_model
 from ranvier.parallel.parallelize import parallelize
@@ -81,6 +82,15 @@ def build_module_spec(model: nn.Module) -> ModelSpec:
 
 def _layer_spec(name: str, leaf: Real, every: Mapping[str, Real]) -> LayerSpec | None:
     """Returns a layer's spec; None if it neither communicates nor has weights."""
+    found = _spec_without_streams(name, leaf)
+    if found is None or leaf.site.streams == 1:
+        return found
+    inside = tuple(replace(one, streams=leaf.site.streams) for one in found.inside)
+    return replace(found, inside=inside, streams=leaf.site.streams)
+
+
+def _spec_without_streams(name: str, leaf: Real) -> LayerSpec | None:
+    """Returns the spec of a layer that runs once for each sample."""
     if isinstance(leaf, FusedLinear):
         if isinstance(leaf, GroupedInputLinear):
             kind: LayerKind = "apart"
@@ -93,9 +103,19 @@ def _layer_spec(name: str, leaf: Real, every: Mapping[str, Real]) -> LayerSpec |
         return _linear_spec(name, leaf)
     if isinstance(leaf, AttentionCore):
         layer = leaf.cost_model
+        prefix = leaf.handles.get("prefix_k")
         return LayerSpec(
-            name, "attention", (layer.dim,), head_dim=layer.head_dim, window=layer.window
+            name,
+            "attention",
+            (layer.dim,),
+            trainable=prefix is None or prefix.trainable,
+            head_dim=layer.head_dim,
+            window=layer.window,
+            prefix=() if prefix is None else prefix.sharding.shape,
         )
+    if isinstance(leaf, StreamScores):
+        scores = leaf.handles["weight"]
+        return LayerSpec(name, "scores", scores.dims, scores.sharding.shape, True, scores.trainable)
     if isinstance(leaf, MoELayer):
         up = leaf.handles["up"]
         mixture = leaf.cost_model

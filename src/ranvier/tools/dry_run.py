@@ -39,6 +39,7 @@ from ranvier.nn.layer import apply_autograd
 from ranvier.nn.moe.layer import MoELayer
 from ranvier.parallel.parallel_model import get_parallel_model
 from ranvier.pipeline.memory_replay import late_gradient_schedule
+from ranvier.pipeline.traffic import BACKWARD, FORWARD
 from ranvier.planner.memory import breakdown
 from ranvier.planner.memory.breakdown import MemoryBreakdown
 from ranvier.planner.memory.token_chunks import attention_workspace_bytes
@@ -217,7 +218,7 @@ def _prepare_model(run: RunConfig, model: nn.Module, load: float) -> None:
     plan = run.plan
     # Blocks in chunks of tokens have their peak in the backward kernel of attention; the peak of
     # others is in the MLP.
-    in_chunks = plan.chunk_of_samples(plan.micro_batch, run.data.seq_len) > 0
+    in_chunks = plan.chunk_of_samples(plan.micro_batch * run.model.streams, run.data.seq_len) > 0
     attend = _flash_attention_with_workspace if in_chunks else flash_attention
     for leaf in parallel.layers.values():
         if isinstance(leaf, AttentionCore):
@@ -236,9 +237,12 @@ def _prepare_model(run: RunConfig, model: nn.Module, load: float) -> None:
     pipeline = parallel.pipeline
 
     def message_form(key: Key) -> Form:
+        # Stages send all streams of a sample; a split vocabulary has one.
+        copies = run.model.streams if key[0] in (FORWARD, BACKWARD) else 1
+        local = (copies * shape[0], *shape[1:])
         # Before a ladder layer a message has two tensors.
         count = pipeline.stage_spec.tensors_received(*key)
-        return (count, *shape) if count > 1 else shape, DTYPES[run.train.dtype]
+        return (count, *local) if count > 1 else local, DTYPES[run.train.dtype]
 
     runtime = parallel.pipeline.executor
     micros = plan.num_micro_batches

@@ -90,6 +90,7 @@ def shrink_decoder(run: RunConfig, sizes: ShrunkSizes) -> DecoderModelConfig:
         mlp=round_up(24, sizes.inner_multiple),
         vocab=sizes.vocab(model.vocab, plan),
         max_seq=max(sizes.seq, 1),
+        parscale_prefix_tokens=min(model.parscale_prefix_tokens, 3),
         # Its random numbers differ between the two models.
         dropout=0.0,
         ladder_layers=_shrink_ladder(model, sizes.layers),

@@ -429,7 +429,8 @@ def _default_compile(run: RunConfig, device: torch.device) -> tuple[Compile, str
         return "off", "blocks are only compiled on GPUs with Triton"
     if not run.plan.has_whole_blocks:
         return "off", "only blocks that are not split are compiled"
-    if run.plan.chunk_of_samples(max(run.plan.micro_batch, 1), run.data.seq_len):
+    samples = max(run.plan.micro_batch, 1) * run.model.streams
+    if run.plan.chunk_of_samples(samples, run.data.seq_len):
         return "off", "blocks in chunks of tokens are not compiled"
     if run.train.deterministic and not compiles_deterministically():
         return "off", "compiled kernels would not be deterministic"

@@ -9,7 +9,7 @@ needs some more. Imports no torch.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from ranvier.config.plan import AXES, Recompute
@@ -303,8 +303,8 @@ def _last_product(pairs: list[tuple[LayerSpec, LayerCost]]) -> LinearCost | None
 
 @lru_cache(CACHE_SIZE)
 def stream_bytes(model: ModelSpec, spot: ShardingKey, flow: ActivationShape) -> int:
-    """Returns the bytes of the residual stream `[b, s/row, d/col]` on a rank."""
-    ground = spot.layout_context(model)
+    """Returns the bytes of the residual stream `[b, s/row, d/col]` on a rank, with all streams."""
+    ground = replace(spot.layout_context(model), streams=model.streams)
     (width,) = ground.feature_sharding(model.units["embed"], "embed").local_shape
     return ground.local_tokens(flow, "embed") * width * flow.itemsize
 

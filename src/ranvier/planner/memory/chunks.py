@@ -147,7 +147,7 @@ def build_chunks(
     else:
         head = own.head_elements * own.wide_itemsize
     sizes = ChunkWeights(own.by_block, own.gathered_block_bytes, own.is_split, plan.gather_ranks)
-    saves = chunk_saving(plan, flow, how)
+    saves = chunk_saving(model, plan, flow, how)
     modes = _modes_by_chunk([order[one] for one in mine], plan.recompute, how.recompute_modes)
     places = dict[tuple[object, ...], int]()
     groups = list[int]()
@@ -209,14 +209,16 @@ class ChunkSaving(NamedTuple):
         return block_activations(model, part, inside, flow, self.is_graph[kind != "none"], self.fp8)
 
 
-def chunk_saving(plan: Plan, flow: ActivationShape, how: MemoryOptions) -> ChunkSaving:
+def chunk_saving(
+    model: ModelSpec, plan: Plan, flow: ActivationShape, how: MemoryOptions
+) -> ChunkSaving:
     """Returns how the blocks of a plan save their activations."""
     return ChunkSaving(
         how.saves_collectives,
         how.fp8,
         (how.is_graph("none", plan.expert), how.is_graph("full", plan.expert)),
         how.offloaded_fraction,
-        token_chunk=plan.chunk_of_samples(flow.samples, flow.seq),
+        token_chunk=plan.chunk_of_samples(flow.samples * model.streams, flow.seq),
     )
 
 

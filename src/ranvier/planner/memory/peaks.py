@@ -493,7 +493,7 @@ def _build_stage_memory(
         head=None
         if scores is None
         else loss_memory(scores, flow, own.head_elements * own.wide_itemsize),
-        in_chunks=plan.chunk_of_samples(flow.samples, flow.seq) > 0,
+        in_chunks=plan.chunk_of_samples(flow.samples * model.streams, flow.seq) > 0,
     )
 
 

@@ -193,7 +193,7 @@ class RankMemory:
         spot = ShardingKey.from_plan(self.plan).activation_key
         flow = self._activation_shape(micro)
         order = self.model.parts_in_order
-        saving = chunk_saving(self.plan, flow, self.options)
+        saving = chunk_saving(self.model, self.plan, flow, self.options)
         found = []
         for at in self.block_indices:
             block = saving.activations(self.model, order[at + 1], spot, flow, kind)

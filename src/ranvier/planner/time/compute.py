@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -88,6 +88,10 @@ class ComputeContext:
     def tokens(self) -> int:
         """Tokens of a rank in a matmul."""
         return self.samples * self.seq // self.context
+
+    def with_streams(self, part: BlockSpec) -> ComputeContext:
+        """Returns the context of a block, which may have several streams of each sample."""
+        return self if part.streams == 1 else replace(self, samples=self.samples * part.streams)
 
 
 @dataclass(frozen=True)
@@ -224,6 +228,8 @@ def _attention_seconds(
     seen = min(leaf.window or setup.seq, setup.seq)
     # Visible (query, key) pairs of a causal mask with a sliding window of `seen` tokens.
     half = seen * (setup.seq - seen / 2) / setup.context
+    # All queries see the keys of a prefix.
+    half += (leaf.prefix[2] if leaf.prefix else 0) * setup.seq / setup.context
     flops = 4.0 * samples * heads * half * leaf.head_dim
     # Backward has five matmuls, forward two: 2.5 times the FLOPs.
     rows = [row for row in device.attention if row.dtype == setup.dtype]
@@ -341,6 +347,7 @@ def block_times(
     part: BlockSpec, device: Device, setup: ComputeContext, runtime: FrameworkProfile
 ) -> BlockTimes:
     """Returns the times of one block of a kind, with all of its runs."""
+    setup = setup.with_streams(part)
     # In all three matmuls the tokens are one dim: m of y and dx, k of dw.
     tokens = setup.tokens
     shapes = matmul_shapes(part, setup)

@@ -204,6 +204,8 @@ def _part_seconds(
     """
     device = cluster.device
     ranks = setup.ranks
+    alone = setup
+    setup = setup.with_streams(part)
     tokens = setup.tokens
     # Bytes of one feature of this rank's tokens.
     cell = tokens / (setup.row * setup.col) * DTYPE_BYTES[setup.dtype]
@@ -222,7 +224,7 @@ def _part_seconds(
             for out, into in compute.matmul_shapes(part, setup)
         )
         return products + numbers * cell / between + OPS_OUTSIDE_BLOCKS / 2 * start, 0.0, 0.0, 0.0
-    times = compute.block_times(part, device, setup, runtime)
+    times = compute.block_times(part, device, alone, runtime)
     forward = times.matmuls
     back = times.dx + times.dw
     numbers = sum(ELEMENTS_PER_DIM.get(dim, 0.0) * size for dim, size in _dim_sizes(part).items())
