@@ -184,6 +184,21 @@ def _recurrent(**changes: Any) -> Callable[[], nn.Module]:
     return lambda: RecurrentDecoder(DecoderConfig(**config | shape | depth | huginn | changes))
 
 
+def _adapted_streams() -> nn.Module:
+    shape = DecoderConfig(
+        layers=2,
+        embed=16,
+        heads=4,
+        kv_heads=2,
+        head_dim=4,
+        mlp=24,
+        vocab=29,
+        parscale_streams=2,
+        parscale_prefix_tokens=3,
+    )
+    return build_decoder(shape, AdapterConfig(rank=2))
+
+
 def _mixture(top: int, experts: int, *words: str, **others: Any) -> Callable[[], nn.Module]:
     """A model with experts: words and others say what is not as usual."""
     changes: dict[str, Any] = {"layers": 2, "mlp": 24, "heads": 8, "aux_loss_coeff": 0.05}
@@ -257,6 +272,7 @@ def build(name: str) -> nn.Module:
     if name.startswith("sized "):
         return _build_sized(name).double()
     more = {"lopsided": _lopsided, "four": _deep(layers=4), "adapted": _adapted}
+    more["streams lora"] = _adapted_streams
     more["jitter"] = _mixture(2, 8, "jitter", "capacity")
     more["recurrent"] = _recurrent()
     more["recurrent untied"] = _recurrent(

@@ -7,19 +7,32 @@ import itertools
 import math
 import random
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
 from equivalence import (
     Case,
     Serial,
     batch_of,
     compare,
+    gradients,
+    micros_of,
+    reload,
     run_case,
     sized,
+    worst,
 )
 from grids import label
 from pool import Pool
+from ranvier.grid import Grid
+from ranvier.models import decoder
+from ranvier.models.prefix_attention import prefix_rows
+from ranvier.optim.rules import Muon, Rule
+from ranvier.parallel.parallel_model import get_parallel_model
+from ranvier.train.step import forward_backward
+from states import assemble
 
 pytestmark = pytest.mark.nccl
 LR, CLIP = 1e-2, 0.5
@@ -64,13 +77,14 @@ def list_cases() -> list[Any]:
 
 
 @functools.cache
-def serial(model: str, packed: bool) -> Serial:
-    return Serial(model, batch_of(model, samples=16, packed=packed), LR, CLIP, steps=3)
+def serial(model: str, packed: bool, rule: Rule | None = None) -> Serial:
+    batch = batch_of(model, samples=16, packed=packed)
+    return Serial(model, batch, LR, CLIP, steps=3, rule=rule)
 
 
 def differences(pool: Pool, degrees: dict[str, int], case: Case) -> list[str]:
     """What differs from one process: losses, gradients, norms, weights, and communication."""
-    whole = serial(case.model, case.packed)
+    whole = serial(case.model, case.packed, case.rule)
     return compare(whole, pool.on_grid(degrees, run_case, case, whole.batch, LR, CLIP))
 
 
@@ -80,3 +94,107 @@ def test_a_model_with_streams_equals_one_process(
     pool: Pool, degrees: dict[str, int], case: Case
 ) -> None:
     assert differences(pool, degrees, case) == []
+
+
+def test_the_state_reloads_on_another_grid(pool: Pool) -> None:
+    """Checkpoints know no grid: prefixes are split over kv heads, or whole."""
+    case = Case(sized(layers=2, **STREAMS), inner="features", steps=3)
+    whole = serial(case.model, False)
+    results = pool.on_grid({"depth": 2, "row": 2}, run_case, case, whole.batch, LR, CLIP)
+    state = [assemble(result[key] for result in results) for key in ("after", "optimizer")]
+    found = pool.on_grid({"row": 2, "col": 2}, reload, Case(case.model, steps=3), *state)
+    assert [line for lines in found for line in lines] == []
+
+
+# ---- other ways to run the model -----------------------------------------------------------------
+
+
+def run_with_mixed_streams(grid: Grid, case: Case, batch: Any) -> dict[str, Any]:
+    """All ranks of col take the prefixes of the first samples."""
+    mixed = staticmethod(lambda prefix, first, samples: prefix_rows(prefix, first + 1, samples))
+    with mock.patch.object(decoder.AttentionCore, "prefix_rows", mixed):
+        return run_case(grid, case, batch, LR, CLIP)
+
+
+def test_prefixes_of_other_streams_are_noticed(pool: Pool) -> None:
+    case = Case(sized(layers=2, **STREAMS), steps=3)
+    whole = serial(case.model, False)
+    lines = compare(whole, pool.on_grid({"col": 2}, run_with_mixed_streams, case, whole.batch))
+    assert any("prefix_k" in line for line in lines), lines
+
+
+def compiled_differences(grid: Grid, case: Case) -> list[str]:
+    """What a compiled model computes otherwise than one process."""
+    torch._dynamo.reset()
+    whole = serial(case.model, case.packed)
+    model = case.on(grid, compiled="aot_eager")
+    loss = forward_backward(model, micros_of(whole.batch, grid, 1)).item()
+    lines = worst("loss", torch.tensor(loss), torch.tensor(whole.losses[0]), 1e-12)
+    for name, (part, shard) in gradients(get_parallel_model(model)).items():
+        want = shard.slice_from(whole.grads[name])
+        scale = whole.grads[name].abs().max().item()
+        lines += worst(f"gradient of {name}", part.cpu(), want, 1e-12, scale)
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("degrees", "recompute"),
+    [
+        pytest.param({"data": 1}, "none", marks=pytest.mark.full),
+        ({"row": 2}, "selective"),
+        pytest.param({"depth": 2, "col": 2}, "full", marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_compiled_blocks_equal_one_process(
+    pool: Pool, degrees: dict[str, int], recompute: str
+) -> None:
+    case = Case(sized(layers=2, **STREAMS), recompute=recompute, packed=True)
+    found = pool.on_grid(degrees, compiled_differences, case)
+    assert [line for lines in found for line in lines] == []
+
+
+OTHERS = [
+    ({"depth": 2}, {}, {"token_chunk": 4}),
+    ({"context": 2, "depth": 2}, {}, {"token_chunk": 4}),
+    ({"context": 2}, {"sliding_window": 3}, {"packed": True}),
+    ({"context": 2, "row": 2}, {"attn_logit_softcap": 2.0}, {"recompute": "full"}),
+    ({"row": 2, "col": 2}, {"sliding_window": 3}, {"packed": True, "recompute": "selective"}),
+    ({"pipe": 2, "col": 2}, {"layers": 4}, {"chunks": 2, "micro_batches": 2}),
+    ({"pipe": 2, "context": 2}, {"tie_embeddings": True}, {"spread": True, "micro_batches": 2}),
+    ({"row": 2, "col": 2}, {"bias": True, "dropout": 0.0}, {"packed": True}),
+    ({"col": 2, "row": 2}, {}, {"collectives": "save", "recompute": "full"}),
+    (
+        {"context": 2, "expert": 2},
+        {"experts_per_token": 2, "experts": 8, "capacity_factor": 0.75},
+        {},
+    ),
+    ({"depth": 2, "row": 2}, {}, {"rule": Muon()}),
+]
+"""Degrees, settings of the model, and of the case."""
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize(("degrees", "changes", "settings"), OTHERS, ids=str)
+def test_other_settings_equal_one_process(
+    pool: Pool, degrees: dict[str, int], changes: dict[str, Any], settings: dict[str, Any]
+) -> None:
+    model = sized(**{"layers": 2, **STREAMS, **changes})
+    assert differences(pool, degrees, Case(model, steps=3, **settings)) == []
+
+
+def test_adapters_of_a_model_with_streams(pool: Pool) -> None:
+    """Prefixes and the average are frozen, and their gradients are not computed."""
+    assert differences(pool, {"row": 2, "col": 2}, Case("streams lora", steps=3)) == []
+
+
+def test_dropout_does_not_depend_on_the_grid(pool: Pool) -> None:
+    """Each stream of a sample has masks of its own."""
+    case = Case(sized(layers=2, dropout=0.2, **STREAMS), steps=2)
+    batch = batch_of(case.model, samples=8, packed=True)
+    one, *_ = pool.on_grid({"data": 1}, run_case, case, batch, LR, CLIP)
+    for degrees in ({"context": 2, "row": 2}, {"data": 2, "col": 2}):
+        for found in pool.on_grid(degrees, run_case, case, batch, LR, CLIP):
+            assert found["lines"] == []
+            assert found["losses"] == pytest.approx(one["losses"], rel=1e-12)
+            assert found["norms"] == pytest.approx(one["norms"], rel=1e-9)
