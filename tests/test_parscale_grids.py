@@ -17,6 +17,7 @@ from equivalence import (
     Serial,
     batch_of,
     compare,
+    copied,
     gradients,
     micros_of,
     reload,
@@ -29,7 +30,9 @@ from pool import Pool
 from ranvier.grid import Grid
 from ranvier.models import decoder
 from ranvier.models.prefix_attention import prefix_rows
+from ranvier.optim.optimizer import Optimizer
 from ranvier.optim.rules import Muon, Rule
+from ranvier.optim.state_store import StatePlacement
 from ranvier.parallel.parallel_model import get_parallel_model
 from ranvier.train.step import forward_backward
 from states import assemble
@@ -186,6 +189,29 @@ def test_other_settings_equal_one_process(
 def test_adapters_of_a_model_with_streams(pool: Pool) -> None:
     """Prefixes and the average are frozen, and their gradients are not computed."""
     assert differences(pool, {"row": 2, "col": 2}, Case("streams lora", steps=3)) == []
+
+
+def offloaded_differences(grid: Grid) -> list[str]:
+    """What states and weights on the host change, in one bit."""
+    case = Case(sized(layers=2, **STREAMS))
+    batch = batch_of(case.model, samples=16, packed=False)
+    results = []
+    for home, room in ((None, None), (StatePlacement("host", tile_elements=64), 2**30)):
+        model = case.on(grid, room=room)
+        parallel = get_parallel_model(model)
+        optimizer = Optimizer(parallel.bucket_scheduler, lr=LR, clip=CLIP, home=home)
+        numbers = []
+        for _ in range(3):
+            loss = forward_backward(model, micros_of(batch, grid, 1))
+            numbers += [loss.item(), optimizer.step().item()]
+        results.append((numbers, copied(parallel.sharded_state())))
+    (numbers, state), (others, rest) = results
+    lines = [] if numbers == others else [f"{numbers} {others}"]
+    return lines + [name for name, (x, _) in state.items() if not torch.equal(x, rest[name][0])]
+
+
+def test_offloading_changes_no_bit(pool: Pool) -> None:
+    assert pool.on_grid({"depth": 2}, offloaded_differences) == [[], []]
 
 
 def test_dropout_does_not_depend_on_the_grid(pool: Pool) -> None:

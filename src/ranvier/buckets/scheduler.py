@@ -28,6 +28,7 @@ from torch import Tensor
 
 from ranvier.buckets.bucket import Bucket, ShardedParameter
 from ranvier.buckets.offload import HostOffload
+from ranvier.buckets.spec import VECTORS
 from ranvier.comm import collectives
 from ranvier.comm.accumulator import GradientAccumulator, Pieces, flatten_pieces
 from ranvier.comm.collectives import PendingTensor
@@ -123,7 +124,8 @@ class BucketScheduler:
     def prepare_block(self, block: str) -> None:
         """Waits for the update of a block, and fetches its offloaded weights."""
         for bucket in self.buckets:
-            if bucket.pending_update is not None and bucket.name == block:
+            # Weights of streams are used by all blocks, and share the bucket of vectors.
+            if bucket.pending_update is not None and bucket.name in (block, VECTORS):
                 bucket.wait_for_update()
         if self.host_offload is not None:
             self.unshard_block(block)

@@ -46,7 +46,8 @@ usage: ranvier COMMAND ...
                              arguments, a small model on the text of Python's standard library
   import SRC --output RUN    create a run from a pretrained model (safetensors and config.json)
   export RUN --output DIR    write the weights of a run in Hugging Face format
-  upcycle SRC --experts 8    create a mixture of experts, or a ladder, from a dense run or model
+  upcycle SRC --experts 8    create a mixture of experts, a ladder or streams from a dense run or
+                             model
   extend-context SRC --max-position N
                              create a run with a longer context and the same weights
   generate RUN --prompt ...  generate text with a run or a model: continue a prompt, chat in the
@@ -562,26 +563,42 @@ def _upcycle_command(words: Sequence[str]) -> int:
     names, options = split_words(words)
     settings = parse_options(UpcycleOptions, UpcycleOptions(), "upcycle SRC --experts 8", options)
     source = one_path("upcycle", "a dense run or a pretrained model", names)
-    ladder = settings.ladder_layers != 0
-    if ladder and settings.experts:
+    chosen = [
+        f"--{name.replace('_', '-')} {value}"
+        for name in ("experts", "ladder_layers", "parscale_streams")
+        if (value := getattr(settings, name))
+    ]
+    if len(chosen) > 1:
         raise PlanError(
-            f"upcycle got --experts {settings.experts} and --ladder-layers "
-            f"{settings.ladder_layers}. Each makes another model. Use one of them, and then the "
-            "other one on its result."
+            f"upcycle got {' and '.join(chosen)}. Each makes another model. Use one of them, and "
+            "then the other one on its result."
         )
-    ending = "ladder" if ladder else "moe"
+    ending = "moe"
+    if settings.ladder_layers:
+        ending = "ladder"
+    elif settings.parscale_streams:
+        ending = "streams"
     out = Path(settings.output or Path("runs") / f"{Path(source).absolute().name}-{ending}")
     find_model(source)
-    from ranvier.tools import upcycle, upcycle_ladder
+    from ranvier.tools import upcycle, upcycle_ladder, upcycle_streams
     from ranvier.train import import_export
 
-    if ladder:
+    if settings.ladder_layers:
         lines = upcycle_ladder.upcycle_to_ladder(
             source, out, ladder_layers=settings.ladder_layers, step=settings.step
         )
         return import_export.print_lines(lines)
+    if settings.parscale_streams:
+        lines = upcycle_streams.upcycle_to_streams(
+            source,
+            out,
+            streams=settings.parscale_streams,
+            seed=settings.seed,
+            step=settings.step,
+        )
+        return import_export.print_lines(lines)
     # All other options have the names of the function's arguments.
-    others = ("output", "ladder_layers")
+    others = ("output", "ladder_layers", "parscale_streams")
     given = {k: v for k, v in dataclasses.asdict(settings).items() if k not in others}
     return import_export.print_lines(upcycle.upcycle_model(source, out, **given))
 

@@ -454,20 +454,24 @@ class ExportOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class UpcycleOptions:
-    """Create a mixture of experts, or a model with a ladder residual, from a dense model.
+    """Create a mixture of experts, a ladder residual, or several streams from a dense model.
 
     SRC is the directory of a run, or a pretrained model as for `import`. With --experts each expert
     is a copy of the MLP of its layer, and the routers are new; the mixture initially computes the
-    same logits. With --ladder-layers the last layers get a ladder residual and keep their weights;
-    the held-out loss is printed next to that of the run.
+    same logits. With --ladder-layers the last layers get a ladder residual and keep their weights.
+    With --parscale-streams the prefixes of streams and their average are new. In both cases the
+    held-out loss is printed next to that of the run.
     """
 
     experts: int = 0
     """Number of experts per layer."""
     ladder_layers: int = 0
     """Number of layers, the last ones, that get a ladder residual."""
+    parscale_streams: int = 0
+    """Number of streams of each sample (ParScale)."""
     output: str = ""
-    """Directory of the run. If empty, runs/ followed by the name of the model and -moe or -ladder.
+    """Directory of the run. If empty, runs/ followed by the name of the model and -moe, -ladder or
+    -streams.
     """
     experts_per_token: int = 2
     """Number of experts per token."""
@@ -476,7 +480,7 @@ class UpcycleOptions:
     moe_layer_interval: int = 1
     """Every n-th layer becomes a MoE layer. 1 means all layers."""
     seed: int = 0
-    """Random seed of the routers."""
+    """Random seed of the new weights."""
     step: int = -1
     """Step of the checkpoint of a run. -1 means the latest."""
 

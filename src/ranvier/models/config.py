@@ -29,6 +29,8 @@ SIZE_LIMITS = {
     "experts": 2**14,
     "experts_per_token": 2**14,
     "expert_mlp": 2**22,
+    "parscale_streams": 2**10,
+    "parscale_prefix_tokens": 2**16,
 }
 """Maximum sizes of a published model. They are far above all existing models, and small enough that
 each layer can be checked."""

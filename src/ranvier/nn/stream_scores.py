@@ -49,8 +49,10 @@ class StreamScores(ParallelLayer):
     def forward(self, x: Tensor) -> Tensor:
         """Computes the scores, `[b, s/row, P]`."""
         wide = torch.promote_types(x.dtype, torch.float32)
+        # Waits for an update of the weight in the background.
+        weight = self.handles["weight"].unsharded_param()
         with self.trace_scope():
-            here = F.linear(x.to(wide), self.weight.to(wide))
+            here = F.linear(x.to(wide), weight.to(wide))
             scores = copy_to_axis(reduce_from_axis(here, self.axis), self.axis)
         # Added after the sum, so that the gradient of the bias is a part of its sum over col.
         return scores + self.bias.to(wide)

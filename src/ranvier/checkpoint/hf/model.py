@@ -116,6 +116,7 @@ class RowSlice:
             theirs = theirs.T
         if entry.stored_shape:
             theirs = theirs.flatten()
+        theirs = entry.separate_inputs(theirs)
         rows = theirs.narrow(entry.concat_dim, self.start, shape[entry.concat_dim])
         if self.rotary_dim:
             return rotary_halves(rows, self.rotary_dim)

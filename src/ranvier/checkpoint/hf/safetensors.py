@@ -118,7 +118,8 @@ def _write_file(
                 whole = parts[0]
             else:
                 whole = torch.cat(parts, one.entry.concat_dim)
-            whole = (whole.T if one.entry.is_transposed else whole).contiguous()
+            whole = whole.T if one.entry.is_transposed else whole
+            whole = one.entry.interleave_inputs(whole).contiguous()
             file.write(whole.view(-1).view(torch.uint8).numpy().data)
             # Freed before the next tensor is read, so that only one is in memory.
             del parts, whole

@@ -120,6 +120,9 @@ class TensorMapping:
     (2i, 2i + 1) where ours are halves (i, i + k/2), or 0; empty if the order is the same."""
     stored_shape: tuple[int, ...] = ()
     """Shape in which the concatenated tensors are stored, if it is another one."""
+    num_interleaved: int = 1
+    """Number of inputs whose columns alternate, h_1[0], h_2[0], ..., h_1[1], ...; ours follow each
+    other."""
 
     def rotary_dim(self, name: str) -> int:
         """Returns the elements of a head of one of our tensors that is reordered; otherwise 0."""
@@ -132,9 +135,25 @@ class TensorMapping:
         parts = [ours[name] for name in self.our_names]
         if self.expert_index >= 0:
             return parts[0][1:]
+        if self.num_interleaved > 1:
+            rows, count, columns = parts[0]
+            return rows, count * columns
         whole = list(parts[0])
         whole[self.concat_dim] = sum(one[self.concat_dim] for one in parts)
         return tuple(whole[::-1] if self.is_transposed else whole)
+
+    def separate_inputs(self, theirs: torch.Tensor) -> torch.Tensor:
+        """Returns the columns of each input `[out, P, in]`, of alternating ones `[out, in · P]`."""
+        if self.num_interleaved == 1:
+            return theirs
+        separate: torch.Tensor = theirs.unflatten(1, (-1, self.num_interleaved))
+        return separate.transpose(1, 2)
+
+    def interleave_inputs(self, ours: torch.Tensor) -> torch.Tensor:
+        """Returns alternating columns `[out, in · P]`; the inverse of `separate_inputs`."""
+        if self.num_interleaved == 1:
+            return ours
+        return ours.transpose(1, 2).flatten(1)
 
 
 def rotary_halves(x: Tensor, head_dim: int) -> Tensor:
@@ -240,6 +259,8 @@ class Family:
                     ours[name] = _read_positive(ours[name], self._hf_key(name), problems)
         if "experts" in ours:
             ours |= self._read_moe(theirs, ours, problems)
+        if "parscale_streams" in ours:
+            ours |= self._read_streams(theirs, ours, problems)
         ours["tie_embeddings"] = _read_flag(theirs, self._hf_key("tie_embeddings"), problems)
         given = [some for key, some in self.bias_keys.items() if _read_flag(theirs, key, problems)]
         layers = sorted({layer for some in given for layer in some})
@@ -277,6 +298,8 @@ class Family:
             "architectures": [self.architecture],
         }
         theirs |= {key: ours[name] for key, name in self.config_keys.items()}
+        if "parscale_streams" in self.config_keys.values():
+            theirs[self._hf_key("parscale_streams")] = config.streams
         # Some families use the key of the MLP for the width of experts.
         if config.experts and "experts" in self.config_keys.values():
             if "expert_mlp" in self.config_keys.values():
@@ -337,7 +360,7 @@ class Family:
         for i in range(-1, config.layers):
             for ours, theirs in (self.fused_layer_names if fused else self.layer_names).items():
                 if ("{i}" not in ours) == (i < 0):
-                    found += self._layer_mappings(i, ours, theirs, config.experts, present)
+                    found += self._layer_mappings(i, ours, theirs, config, present)
         lost = present - {name for entry in found for name in entry.our_names}
         if lost:
             raise UnsupportedModelError(
@@ -346,7 +369,7 @@ class Family:
         return found
 
     def _layer_mappings(
-        self, i: int, ours: str, theirs: str, experts: int, present: set[str]
+        self, i: int, ours: str, theirs: str, config: DecoderConfig, present: set[str]
     ) -> Iterator[TensorMapping]:
         """Yields the tensors of one of their layers, or of all experts of a block."""
         some = tuple(one.removesuffix("[e]").format(i=i) for one in ours.split("+"))
@@ -355,16 +378,23 @@ class Family:
                 return
             if "{e}" not in theirs:
                 yield TensorMapping(theirs.format(i=i), some, concat_dim=1)
-            for e in range(experts if "{e}" in theirs else 0):
+            for e in range(config.experts if "{e}" in theirs else 0):
                 yield TensorMapping(f"{theirs.format(i=i, e=e)}.weight", some, expert_index=e)
             return
+        # A parameter that belongs to no linear layer or norm.
+        if present.issuperset(some):
+            yield TensorMapping(theirs.format(i=i), some)
         for end in ("weight", "bias"):
             held = tuple(f"{one}.{end}" for one in some)
             if present.issuperset(held):
                 # In GPT-2 only linear layers inside of blocks are transposed (Conv1D).
                 turned = self.is_transposed and end == "weight" and "blocks" in ours
                 turned = turned and "norm" not in ours and "after" not in ours
-                yield TensorMapping(f"{theirs.format(i=i)}.{end}", held, turned)
+                # The average of streams reads all of them, feature by feature.
+                packed = config.streams if held == ("aggregation.hidden.weight",) else 1
+                yield TensorMapping(
+                    f"{theirs.format(i=i)}.{end}", held, turned, num_interleaved=packed
+                )
 
     def _hf_key(self, name: str) -> str:
         return next((key for key, ours in self.config_keys.items() if ours == name), name)
@@ -414,6 +444,22 @@ class Family:
         )
         if "mlp_only_layers" in self.default_config:
             found |= read_moe_layers(theirs, problems)
+        return found
+
+    def _read_streams(
+        self, theirs: HFConfig, ours: HFConfig, problems: list[str]
+    ) -> dict[str, Any]:
+        """Returns the settings of the streams of a sample (ParScale)."""
+        found: dict[str, Any] = {}
+        for name in ("parscale_streams", "parscale_prefix_tokens"):
+            found[name] = _read_size(theirs, self._hf_key(name), name, problems)
+        # A model with one stream is dense.
+        if found["parscale_streams"] == 1:
+            found["parscale_streams"] = 0
+        key = self._hf_key("parscale_smoothing")
+        found["parscale_smoothing"] = _read_nonnegative(ours["parscale_smoothing"], key, problems)
+        if found["parscale_smoothing"] >= 1.0:
+            problems.append(describe_bad_key(key, ours["parscale_smoothing"], "below 1"))
         return found
 
     def _read_rope(self, theirs: HFConfig, ours: HFConfig, problems: list[str]) -> dict[str, Any]:
@@ -513,7 +559,10 @@ assert set(HF_ACTIVATIONS.values()) <= set(UNGATED_FUNCTIONS) and set(
 
 
 def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of all parameters of a decoder by name; a tied parameter appears once."""
+    """Returns the shapes of all parameters of a decoder by name; a tied parameter appears once.
+
+    Packed dims are unpacked, as in a checkpoint.
+    """
     found: dict[str, tuple[int, ...]] = {}
     if config.is_recurrent:
         with torch.device("meta"):
@@ -536,6 +585,9 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
         for name, param in one.named_parameters():
             for i in layers if name.startswith("blocks.0.") else (0,):
                 found[name.replace("blocks.0.", f"blocks.{i}.", 1)] = tuple(param.shape)
+    if config.streams > 1:
+        # The inputs of the average are the streams of a token.
+        found["aggregation.hidden.weight"] = (config.embed, config.streams, config.embed)
     return found
 
 

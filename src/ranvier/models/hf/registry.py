@@ -139,6 +139,35 @@ _FAMILIES = (
         window_rule="first",
     ),
     Family(
+        model_type="qwen2_parscale",
+        architecture="Qwen2ParScaleForCausalLM",
+        layer_names={
+            **_NAMES,
+            **{
+                f"blocks.{{i}}.attention.core.{name}": f"{_LAYER_PREFIX}self_attn.{name}"
+                for name in ("prefix_k", "prefix_v")
+            },
+            "aggregation.hidden": "model.aggregate_layer.0",
+            "aggregation.scores": "model.aggregate_layer.2",
+        },
+        config_keys={
+            **_KEYS,
+            "parscale_n": "parscale_streams",
+            "parscale_n_tokens": "parscale_prefix_tokens",
+            "parscale_attn_smooth": "parscale_smoothing",
+        },
+        default_config={
+            **_DEFAULTS,
+            **_QWEN_DEFAULTS,
+            "parscale_n": 1,
+            "parscale_n_tokens": 48,
+            "parscale_attn_smooth": 0.01,
+        },
+        fixed_settings={"biases": ("qkv",)},
+        # Their window hides the prefix from later tokens; ours never does.
+        required_values={"use_sliding_window": False},
+    ),
+    Family(
         model_type="qwen3",
         architecture="Qwen3ForCausalLM",
         layer_names=_NAMES,
