@@ -212,6 +212,7 @@ class ModelRunner:
             core.attend_own_pages = choose_page_attention(core.kv_caches[0])
         has_kernels = all(core.attend_paged is not paged_attention for core in self._cores)
         self._has_kernels = self.device.type == "cuda" and has_kernels
+        self._refuse_streams_over_context()
         if batch_invariant:
             self._check_batch_invariant()
         # Graphs of the compiler differ in the order of additions.
@@ -242,14 +243,29 @@ class ModelRunner:
                 kv_heads=shape[1],
             )
 
+    def _refuse_streams_over_context(self) -> None:
+        """Raises if context would split the pages of a model with streams."""
+        config: Any = self.model.config
+        if config.streams == 1 or self.context_axis.size == 1:
+            return
+        self.free_cache()
+        raise PlanError(
+            f"plan.context={self.context_axis.size} is not supported for generation with "
+            f"model.parscale_streams={config.parscale_streams}. The prefix of a stream would be "
+            "counted on each rank of context. Use plan.context=1."
+        )
+
     def _check_batch_invariant(self) -> None:
         """Raises if logits cannot be independent of the batch."""
-        if self._has_kernels and self.grid.world_size == 1 and not self._has_experts:
+        config: Any = self.model.config
+        is_plain = not self._has_experts and config.streams == 1
+        if self._has_kernels and self.grid.world_size == 1 and is_plain:
             return
         self.free_cache()
         raise PlanError(
             "engine.batch_invariant=true is not supported here. It needs one GPU with Triton, "
-            "bf16, fp16 or fp32, and a model without experts. Use engine.batch_invariant=false."
+            "bf16, fp16 or fp32, and a model without experts and streams. Use "
+            "engine.batch_invariant=false."
         )
 
     def _use_inference_matmuls(self, backend: MatmulBackend) -> None:
@@ -270,13 +286,11 @@ class ModelRunner:
     def _can_capture(self) -> bool:
         """Whether steps can be CUDA graphs: on one GPU, with kernels that do not wait."""
         # Grouped products of experts copy numbers of rows from the host.
-        # Early exits decide on the host after each iteration.
-        return (
-            self._has_kernels
-            and self.grid.world_size == 1
-            and not self._has_experts
-            and self._exit_criterion is None
-        )
+        # Early exits decide on the host after each iteration, and attention to the prefixes of
+        # streams is not one operation of a graph.
+        config: Any = self.model.config
+        is_plain = not self._has_experts and config.streams == 1 and self._exit_criterion is None
+        return self._has_kernels and self.grid.world_size == 1 and is_plain
 
     def _forward(
         self, tokens: Tensor, positions: Tensor, sequences: PagedSequences, rows: Tensor
@@ -320,14 +334,18 @@ class ModelRunner:
 
     @staticmethod
     def kv_cache_shape(model: nn.Module, num_blocks: int, block_size: int) -> tuple[int, ...]:
-        """Returns the shape on this rank of the keys of a layer, `[num_blocks, g/row, slot, k]`."""
+        """Returns the shape on this rank of the keys of a layer, `[num_blocks, g/row, slot, k]`.
+
+        With several streams of each token (ParScale), a block has the kv heads of all of them.
+        """
         parallel = get_parallel_model(model)
         config: Any = model.config
         whole = (num_blocks, config.kv_heads, block_size, config.head_dim)
         rule = parallel.table.activation_rule("kv_heads")
-        return Sharding.from_dims(
+        blocks, heads, slots, features = Sharding.from_dims(
             whole, KV_CACHE_DIMS, rule, parallel.grid.degrees, units=parallel.sizes
         ).local_shape
+        return blocks, heads * config.streams, slots, features
 
     def choose_context_splits(self, num_tokens: int) -> RowSplit:
         """Returns whether context splits the tokens of a step, or all its ranks compute all.
@@ -573,7 +591,8 @@ class ModelRunner:
         tokens = local_range(step.num_tokens, table.token_axes("rank", "seq"), degrees, index)
         numbers = pad_rows([adapters_of(step.homes[i]) for i in homes], step.num_tokens)
         (indices,) = copy_together([numbers[:, tokens.start : tokens.stop]], self.device)
-        self._token_adapters.select(indices)
+        config: Any = self.model.config
+        self._token_adapters.select(indices.repeat_interleave(config.streams, 0))
 
     def _new_results(self, step: StepInput) -> Tensor:
         """Returns zeros for the results of a home: token, then log-probabilities if asked for."""

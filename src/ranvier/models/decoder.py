@@ -49,7 +49,11 @@ from ranvier.models.parscale import (
     copy_layout_to_streams,
     copy_to_streams,
 )
-from ranvier.models.prefix_attention import prefix_rows, prefixed_attention
+from ranvier.models.prefix_attention import (
+    paged_prefix_attention,
+    prefix_rows,
+    prefixed_attention,
+)
 from ranvier.models.rope import RotaryEmbedding, apply_rotary
 from ranvier.models.segment_attention import SegmentAttention
 
@@ -175,9 +179,16 @@ class AttentionCore(nn.Module):
         """
         if not is_rotated:
             q, k = self.rotate(q, k, angles)
+        if prefix is None and self.prefix_k is not None and self.prefix_v is not None:
+            both = (self.prefix_k, self.prefix_v)
+            prefix_k, prefix_v = (prefix_rows(x, 0, q.shape[0]) for x in both)
+            prefix = (prefix_k, prefix_v)
         if isinstance(documents, PagedSequences):
-            flat, keys, values = (x.flatten(0, 1) for x in (q, k, v))  # (T, h, k)
             cache = self.kv_cache_of(documents)
+            if prefix is not None:
+                how = (self.attend_own_pages, cache, documents, self.window, self.cap)
+                return paged_prefix_attention(q, k, v, prefix, *how).flatten(2)
+            flat, keys, values = (x.flatten(0, 1) for x in (q, k, v))  # (T, h, k)
             y = self.attend_paged(flat, keys, values, cache, documents, self.window, self.cap)
             return y.view(q.shape).flatten(2)
         if isinstance(documents, Tensor):
@@ -188,10 +199,6 @@ class AttentionCore(nn.Module):
             window = 0
         else:
             window = self.window
-        if prefix is None and self.prefix_k is not None and self.prefix_v is not None:
-            both = (self.prefix_k, self.prefix_v)
-            prefix_k, prefix_v = (prefix_rows(x, 0, q.shape[0]) for x in both)
-            prefix = (prefix_k, prefix_v)
         if prefix is not None:
             assert documents is None or isinstance(documents, Documents), type(documents)
             return prefixed_attention(q, k, v, *prefix, documents, window, self.cap).flatten(2)

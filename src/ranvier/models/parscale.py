@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from ranvier.models.config import DecoderConfig
 from ranvier.models.document_attention import Documents, TokenLayout
+from ranvier.models.paged_attention import PagedSequences
 from ranvier.models.segment_attention import accumulation_dtype
 
 
@@ -37,8 +38,9 @@ def copy_layout_to_streams(
     # One row of positions is that of all samples.
     if positions.shape[0] > 1:
         positions = copy_to_streams(positions, streams)
-    if documents is None:
-        return positions, None
+    # The sequences of an inference step are those of all streams.
+    if documents is None or isinstance(documents, PagedSequences):
+        return positions, documents
     layout: Any = documents
     return positions, layout.repeat_samples(streams)
 

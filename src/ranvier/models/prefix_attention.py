@@ -16,17 +16,8 @@ import torch
 from torch import Tensor
 
 from ranvier.models.document_attention import Documents, can_use_flash_kernel
+from ranvier.models.paged_attention import KVCache, PagedSequences, PagePartAttention
 from ranvier.models.segment_attention import SegmentAttention
-
-
-def prefix_segments(
-    samples: int, rows: int, num_prefix: int
-) -> tuple[tuple[int, int, int, int], ...]:
-    """Returns the rows of queries of each sample, and those of its prefix."""
-    each = rows // samples
-    return tuple(
-        (i * each, (i + 1) * each, i * num_prefix, (i + 1) * num_prefix) for i in range(samples)
-    )
 
 
 def prefix_rows(prefix: Tensor, first: int, samples: int) -> Tensor:
@@ -73,6 +64,44 @@ def prefixed_attention(
         cap,
     )[0]
     return y.view(q.shape)
+
+
+def paged_prefix_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    prefix: tuple[Tensor, Tensor],
+    attend: PagePartAttention,
+    cache: KVCache,
+    sequences: PagedSequences,
+    window: int = 0,
+    cap: float = 0.0,
+) -> Tensor:
+    """Attention of the streams of the tokens of a step to the cache and to their prefix.
+
+    q, y: `[P, T, h, k]`; k, v: `[P, T, g, k]`; prefix: keys and values, `[P·n, g, k]`. All streams
+    have the same tokens, so that they share the block table: the heads of all streams are heads of
+    one cache with P · g kv heads, and a stream sees its own heads only.
+    """
+    streams = q.shape[0]
+    rows, keys, values = (x.transpose(0, 1).flatten(1, 2) for x in (q, k, v))  # (T, P·h, k)
+    prefix_k, prefix_v = (
+        x.unflatten(0, (streams, -1)).transpose(0, 1).flatten(1, 2) for x in prefix
+    )  # (n, P·g, k)
+    part = attend(rows, keys, values, cache, sequences, window, cap)
+    other = _Part.of_prefix(rows, prefix_k, 1, cap).forward(rows, prefix_k, prefix_v)
+    y, _ = _merge(*part, *other)
+    return y.to(q.dtype).unflatten(1, (streams, -1)).transpose(0, 1)
+
+
+def _merge(o: Tensor, lse: Tensor, o_other: Tensor, lse_other: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns attention to two disjoint sets of keys from attention to each of them.
+
+    o: `[T, h, k]`, log-sum-exps: `[h, T]`. Every token sees at least one key of the second set.
+    """
+    total = torch.logaddexp(lse, lse_other)
+    first, second = ((x - total).exp().T.unsqueeze(-1) for x in (lse, lse_other))
+    return o * first + o_other * second, total
 
 
 class _Part(NamedTuple):
@@ -182,9 +211,8 @@ def attend_with_prefix(
     """`prefixed_attention` of rows `[b·s, h, k]`; also returns log-sum-exps `[h, b·s]`."""
     o, lse = _Part.of_documents(bounds, longest, window, cap).forward(q, k, v)
     other = _Part.of_prefix(q, prefix_k, samples, cap).forward(q, prefix_k, prefix_v)
-    total = torch.logaddexp(lse, other[1])
-    first, second = ((x - total).exp().T.unsqueeze(-1) for x in (lse, other[1]))
-    return (o * first + other[0] * second).to(q.dtype), total
+    o, lse = _merge(o, lse, *other)
+    return o.to(q.dtype), lse
 
 
 @attend_with_prefix.register_fake

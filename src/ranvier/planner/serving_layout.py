@@ -154,7 +154,8 @@ def serving_layout(
     shares = FLASH_EFFICIENCY[PAGED_ATTENTION]
     cost = RooflineCost(
         weight_bytes=size * (dense + head) / inner,
-        flops_per_token=2.0 * tokens_per_home * (dense + experts * top) / inner,
+        # All streams of a token pass through the blocks, which are nearly all of these weights.
+        flops_per_token=2.0 * model.streams * tokens_per_home * (dense + experts * top) / inner,
         head_flops=2.0 * tokens_per_home * head / inner,
         attention=attention,
         expert_bytes=size * experts / (inner * plan.expert),
@@ -222,8 +223,9 @@ def _attention_work(model: ModelSpec, plan: Plan, size: int) -> tuple[AttentionW
     found: dict[int, AttentionWork] = {}
     for part in model.parts:
         for leaf in part.layers_of_kind("attention"):
-            kv_bytes = 2.0 * kv_heads * leaf.head_dim * size * part.count / plan.context
-            flops = 4.0 * heads * leaf.head_dim * part.count / plan.context
+            count = part.count * leaf.streams / plan.context
+            kv_bytes = 2.0 * kv_heads * leaf.head_dim * size * count
+            flops = 4.0 * heads * leaf.head_dim * count
             before = found.get(leaf.window, AttentionWork(0.0, 0.0))
             found[leaf.window] = AttentionWork(
                 before.kv_bytes + kv_bytes, before.flops_per_pair + flops, leaf.window
@@ -258,7 +260,7 @@ def _grid_communication(
             else:
                 blocks.append((row.axis, rate))
     if plan.pipe > 1:
-        width = samples * model.units["embed"] * size / (plan.row * plan.col)
+        width = samples * model.streams * model.units["embed"] * size / (plan.row * plan.col)
         blocks.append((("pipe",), CollectiveRate("send", groups["pipe",], width, plan.pipe - 1)))
     whole = []
     for axis, rate in blocks:

@@ -113,9 +113,7 @@ def restate(weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
             .transpose(1, 2)
             for n in "qkv"
         )
-        prefixes = (
-            w[f"{layer}self_attn.prefix_{n}"].repeat_interleave(samples, 0) for n in "kv"
-        )
+        prefixes = (w[f"{layer}self_attn.prefix_{n}"].repeat_interleave(samples, 0) for n in "kv")
         k = torch.cat([next(prefixes), rotate(k)], 2).repeat_interleave(2, 1)
         v = torch.cat([next(prefixes), v], 2).repeat_interleave(2, 1)
         scores = rotate(q) @ k.transpose(-1, -2) / 2.0
@@ -143,7 +141,9 @@ def test_published_weights_give_the_logits_of_the_authors(tmp_path: Path) -> Non
         assert source.config.parscale_smoothing == 0.02
         model = Decoder(source.config).double()
         state = {name: source.load_tensor(name) for name in source.shapes}
-    model.load_state_dict({name: x.reshape_as(model.state_dict()[name]) for name, x in state.items()})
+    model.load_state_dict(
+        {name: x.reshape_as(model.state_dict()[name]) for name, x in state.items()}
+    )
     want = restate(random_weights(), TOKENS)
     assert worst("logits", model(TOKENS), want, 1e-12) == []
     # In the order of the file, the columns belong to other streams.

@@ -381,8 +381,8 @@ class Family:
             for e in range(config.experts if "{e}" in theirs else 0):
                 yield TensorMapping(f"{theirs.format(i=i, e=e)}.weight", some, expert_index=e)
             return
-        # A parameter that belongs to no linear layer or norm.
-        if present.issuperset(some):
+        # The prefixes of streams are parameters, not layers with a weight.
+        if ".prefix_" in ours and present.issuperset(some):
             yield TensorMapping(theirs.format(i=i), some)
         for end in ("weight", "bias"):
             held = tuple(f"{one}.{end}" for one in some)
