@@ -443,9 +443,9 @@ class ExportOptions:
     """Data type of the weights: fp64, fp32, bf16 or fp16. If empty, the type of the imported model,
     or of the checkpoint."""
     family: str = ""
-    """Model family: llama, mistral, qwen2, qwen3, olmo2, gemma2, phi3, mixtral, qwen3_moe, olmoe,
-    gpt2 or huginn_raven. If empty, the family of the imported model, or the first that supports the
-    model."""
+    """Model family: llama, mistral, qwen2, qwen2_parscale, qwen3, olmo2, gemma2, phi3, mixtral,
+    qwen3_moe, olmoe, gpt2 or huginn_raven. If empty, the family of the imported model, or the first
+    that supports the model."""
     max_shard_bytes: int = 5_000_000_000
     """Maximum size of a file, in bytes."""
     adapter: bool = False

@@ -75,7 +75,8 @@ class StreamAggregation(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Returns the average `[b, s, d]` of the streams x `[b·P, s, d]`."""
         # On a grid a rank has a part of the features of each stream, as `hidden` expects.
-        streams = x.unflatten(0, (-1, self.streams)).transpose(1, 2)  # (b, s, P, d)
-        scores = self.scores(F.silu(self.hidden(streams.flatten(2))))
+        separate: Tensor = x.unflatten(0, (-1, self.streams))
+        streams = separate.transpose(1, 2)  # (b, s, P, d)
+        scores: Tensor = self.scores(F.silu(self.hidden(streams.flatten(2))))
         weights = scores.softmax(-1) * (1.0 - self.smoothing) + self.smoothing / self.streams
         return (streams * weights.to(x.dtype).unsqueeze(-1)).sum(2)

@@ -91,7 +91,8 @@ def paged_prefix_attention(
     part = attend(rows, keys, values, cache, sequences, window, cap)
     other = _Part.of_prefix(rows, prefix_k, 1, cap).forward(rows, prefix_k, prefix_v)
     y, _ = _merge(*part, *other)
-    return y.to(q.dtype).unflatten(1, (streams, -1)).transpose(0, 1)
+    parts: Tensor = y.to(q.dtype).unflatten(1, (streams, -1))
+    return parts.transpose(0, 1)
 
 
 def _merge(o: Tensor, lse: Tensor, o_other: Tensor, lse_other: Tensor) -> tuple[Tensor, Tensor]:
@@ -125,11 +126,12 @@ class _Part(NamedTuple):
 
     @classmethod
     def of_prefix(cls, q: Tensor, prefix: Tensor, samples: int, cap: float) -> _Part:
-        lengths = [x.shape[0] // samples for x in (q, prefix)]
+        each, num_keys = (x.shape[0] // samples for x in (q, prefix))
         queries, keys = (
-            torch.arange(0, samples * n + 1, n, dtype=torch.int32, device=q.device) for n in lengths
+            torch.arange(0, samples * n + 1, n, dtype=torch.int32, device=q.device)
+            for n in (each, num_keys)
         )
-        return cls(queries, keys, *lengths, False, 0, cap)
+        return cls(queries, keys, each, num_keys, False, 0, cap)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the output and the log-sum-exps `[h, T]`."""

@@ -871,8 +871,10 @@ class PrefixedAttention:
         rows = q.shape[0] // self.num_samples
         keys = prefix_k.shape[0] // self.num_samples
         samples = range(self.num_samples)
-        pairs = ((i * rows, (i + 1) * rows, i * keys, (i + 1) * keys) for i in samples)
-        return self.make_kernel(tuple(pairs), q.shape[0], prefix_k.shape[0], causal=False)
+        pairs = tuple(
+            SegmentRows(i * rows, (i + 1) * rows, i * keys, (i + 1) * keys) for i in samples
+        )
+        return self.make_kernel(pairs, q.shape[0], prefix_k.shape[0], causal=False)
 
 
 # ---- autograd ---------------------------------------------------------------------------

@@ -35,11 +35,13 @@ class StreamScores(ParallelLayer):
         super().__init__(site)
         stream, embed = dims
         assert isinstance(embed, str), dims
+        weight, bias = serial.weight, serial.bias
+        assert isinstance(weight, torch.nn.Parameter) and isinstance(bias, torch.nn.Parameter)
         self.shape = (serial.out_features, serial.in_features)
         rule = site.table.activation_rule(embed)
         self.axis = site.axis(*site.table.feature_axes(embed))
-        self.shard_parameter("weight", serial.weight, dims, rule=rule, std=0.02)
-        self.shard_parameter("bias", serial.bias, (stream,), rule=rule)
+        self.shard_parameter("weight", weight, dims, rule=rule, std=0.02)
+        self.shard_parameter("bias", bias, (stream,), rule=rule)
 
     @staticmethod
     def example_layers() -> list[LayerExample]:

@@ -302,10 +302,11 @@ def _refuse_bad_arguments(model: nn.Module, plan: Plan) -> None:
             "recompute='memory_budget' is only available through `ranvier train`, which measures "
             "memory. Pass 'none', 'selective' or 'full' to parallelize()."
         )
-    if plan.compile == "on" and plan.context > 1 and getattr(model, "streams", {}):
+    streams: Mapping[str, int] = getattr(model, "streams", {})
+    if plan.compile == "on" and plan.context > 1 and streams:
         raise ShardingError(
             f"compile='on' with context={plan.context} is not supported for a model with "
-            f"{max(model.streams.values())} streams. A graph cannot merge attention over context "  # type: ignore[union-attr, operator]
+            f"{max(streams.values())} streams. A graph cannot merge attention over context "
             "with that to the prefix of a stream. Use compile='off', or context=1."
         )
     if plan.compile == "on" and huggingface.is_huggingface_model(model):

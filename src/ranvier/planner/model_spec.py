@@ -181,8 +181,8 @@ class LayerSpec:
         for leaf in self.inside:
             yield from leaf.param_specs(f"{name}.", block or name, ground)
         for own in ("prefix_k", "prefix_v") if self.prefix else ():
-            dims = ("stream", "kv_heads", "prefix", "head_dim")
-            yield self._stored_param_spec(f"{name}.{own}", dims, self.prefix, "kv_heads", ground)
+            names = ("stream", "kv_heads", "prefix", "head_dim")
+            yield self._stored_param_spec(f"{name}.{own}", names, self.prefix, "kv_heads", ground)
         # A fused layer itself has no weight.
         if not self.shape:
             return
