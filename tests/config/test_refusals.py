@@ -61,6 +61,14 @@ CASES: list[tuple[str, str]] = [
     ),
     ("train.canary_interval=5", "train.canary_interval=5 without data.canaries."),
     ("plan.cuda_graph=True", "plan.cuda_graph=True with data.document_mask=True."),
+    (
+        "plan.cuda_graph=True model.parscale_streams=4",
+        "plan.cuda_graph=True with model.parscale_streams=4. Attention to the prefixes",
+    ),
+    (
+        "plan.compile='on' plan.context=2 model.parscale_streams=4",
+        "plan.compile='on' and plan.context=2 with model.parscale_streams=4. A compiled",
+    ),
     ("memory.optimizer_states='disk'", "memory.optimizer_states='disk' without memory.offload"),
     ("memory.offload_dir='x'", "memory.offload_dir='x' with memory.optimizer_states='device'."),
     ("memory.optimizer_states_on_device_gib=1.0", "memory.optimizer_states_on_device_gib=1.0 with"),
