@@ -177,7 +177,7 @@ OTHERS = [
 """Degrees, settings of the model, and of the case."""
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("degrees", "changes", "settings"), OTHERS, ids=str)
 def test_other_settings_equal_one_process(
     pool: Pool, degrees: dict[str, int], changes: dict[str, Any], settings: dict[str, Any]
