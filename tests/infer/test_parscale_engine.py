@@ -142,7 +142,8 @@ def test_streams_over_context_are_refused_by_name(pool: Pool) -> None:
 def test_a_block_has_the_keys_of_all_streams() -> None:
     one = Case(sized(layers=2, max_seq=64)).on(Grid({}))
     four = Case(sized(layers=2, parscale_streams=4, max_seq=64)).on(Grid({}))
-    assert block_bytes(four, 8) == 4 * block_bytes(one, 8)
+    config = EngineConfig(block_size=8)
+    assert block_bytes(four, config) == 4 * block_bytes(one, config)
 
 
 def test_the_commands_know_streams(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -189,3 +189,6 @@ def test_settings_that_cannot_run_are_refused_by_name() -> None:
         parallelize(build(4), grid, Plan(compile="on", context=2, data=1), materialize=False)
     with pytest.raises(PlanError, match=r"model\.parscale_smoothing=1\.5 is not"):
         training.run_of("", {}, 2, model__parscale_smoothing=1.5)
+    recurrent = {"core_layers": 2, "mean_recurrence": 4, "backprop_depth": 2}
+    (line,) = DecoderConfig(**{**SHAPE, **recurrent, "parscale_streams": 4}).find_problems()
+    assert "parscale_streams=4 with a recurrent core" in line and "Use core_layers=0" in line

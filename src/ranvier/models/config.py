@@ -259,6 +259,15 @@ class ParScaleConfig:
         """Samples inside the model of each sample of a batch."""
         return max(self.parscale_streams, 1)
 
+    def find_stream_problems(self, is_recurrent: bool) -> list[str]:
+        """Returns the inconsistent settings, each with value, rule and remedy."""
+        if self.streams > 1 and is_recurrent:
+            return [
+                f"parscale_streams={self.parscale_streams} with a recurrent core. Its iterations "
+                "have no prefixes of streams. Use core_layers=0, or parscale_streams=0."
+            ]
+        return []
+
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig(RotaryConfig, ExpertConfig, RecurrenceConfig, ResidualConfig, ParScaleConfig):
@@ -392,6 +401,7 @@ class DecoderConfig(RotaryConfig, ExpertConfig, RecurrenceConfig, ResidualConfig
                 "recurrent core starts each iteration from a complete stream. Use "
                 "residual='serial', or core_layers=0."
             )
+        found += self.find_stream_problems(self.is_recurrent)
         # Limits the number of tensors that a config from a file can require to list.
         if self.experts * self.layers > MAX_TOTAL_EXPERTS:
             found.append(

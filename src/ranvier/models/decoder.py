@@ -751,9 +751,7 @@ class Decoder(nn.Module):
         if self.config.streams > 1:
             if embeds:
                 x = copy_to_streams(x, self.config.streams)  # (b·P, s, d)
-            positions, documents = copy_layout_to_streams(
-                positions, documents, self.config.streams
-            )
+            positions, documents = copy_layout_to_streams(positions, documents, self.config.streams)
         # Rotary angles are computed once for all layers.
         angles = None
         if self.rotary is not None:

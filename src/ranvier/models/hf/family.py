@@ -452,7 +452,7 @@ class Family:
         """Returns the settings of the streams of a sample (ParScale)."""
         found: dict[str, Any] = {}
         for name in ("parscale_streams", "parscale_prefix_tokens"):
-            found[name] = _read_size(theirs, self._hf_key(name), name, problems)
+            found[name] = read_size(theirs, self._hf_key(name), name, problems)
         # A model with one stream is dense.
         if found["parscale_streams"] == 1:
             found["parscale_streams"] = 0
