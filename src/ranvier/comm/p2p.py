@@ -34,7 +34,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -305,7 +305,7 @@ class EagerTransport(Transport):
             )
         box = self._outboxes[channel]
         axis = self.axis_for(way)
-        if number == 0 and self.forms is None:
+        if number == 0 and self.form is None:
             numbers = encode_form((tuple(value.shape), value.dtype))
             box.send(torch.tensor(numbers, device=self.device), axis, to, self._message_tag(key))
         box.send(value, axis, to, self._message_tag(key))

@@ -11,7 +11,7 @@ them, so that all ranks of a stage launch collectives and transfers in the same 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
