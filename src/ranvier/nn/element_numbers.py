@@ -80,7 +80,7 @@ class ElementNumbering:
         return (starts.unsqueeze(1) + torch.arange(here, device=x.device)).flatten()
 
     def _local_tokens(self, x: Tensor) -> Tensor:
-        documents = self.site.step_context.context_documents
+        documents = self.site.context_documents
         if documents is not None:
             return local_slice(documents.sequence_numbers(self.row_axis), self.batch_axis, 0)
         if self.seq_axis.size > self.row_axis.size:
@@ -92,7 +92,7 @@ class ElementNumbering:
         return torch.arange(first, first + x.shape[1], device=x.device).unsqueeze(0)
 
     def _local_samples(self, x: Tensor) -> Tensor:
-        samples = self.site.step_context.samples
+        samples = self.site.sample_numbers
         if samples is None:
             raise ShardingError(
                 f"{self.site.name} draws random numbers, but the indices of the samples are not "
