@@ -3,7 +3,7 @@
 Usage: python benchmarks/parscale.py [--seeds 3] [--processes 2] [--csv FILE]
 
 The size `tiny` (3.2M parameters) is trained on the text of Python's standard library, with one
-stream and with four, for the same 400 steps of the same samples, with the same settings. Each case
+stream and with four, for the same 200 steps of the same samples, with the same settings. Each case
 runs with several seeds, which draw weights and the order of samples. The claim, fixed before the
 first run: the mean held-out loss of four streams is below that of one stream by more than one
 standard error of the difference.
@@ -36,9 +36,9 @@ from ranvier.train.resolve import ResolveContext, resolve_run
 from ranvier.train.trainer import Trainer
 
 STREAMS = (1, 4)
-STEPS = 400
+STEPS = 200
 BATCH = 8
-EVAL_SAMPLES = 512
+EVAL_SAMPLES = 256
 
 
 @dataclass(frozen=True)
