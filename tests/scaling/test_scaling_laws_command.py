@@ -168,6 +168,10 @@ def test_runs_are_collected(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "--allow-data-mismatch" in message
     words = ("small", "large", "--resamples", "10", "--allow-data-mismatch")
     assert call("scaling-laws", *words) == 0
+    config = (Path("small") / "config.toml").read_text()
+    recurrent = config.replace("core_layers = 0", "core_layers = 1")
+    (Path("small") / "config.toml").write_text(recurrent)
+    assert "small has recurrent depth (model.core_layers=1)" in error_of(capsys, "small", "large")
 
 
 @pytest.mark.parametrize(

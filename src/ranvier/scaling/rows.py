@@ -238,6 +238,12 @@ class Collector:
                 f"{folder} is a run of kind {run.model.kind!r}. Laws are fitted to decoders. "
                 "Pass other runs."
             )
+        if run.model.is_recurrent:
+            raise DataError(
+                f"{folder} has recurrent depth (model.core_layers={run.model.core_layers}). Laws "
+                "are fitted to models whose layers run once: width, depth and FLOPs would mean "
+                "something else. Pass other runs."
+            )
         rows = _read_metrics(folder)
         self.vocabularies.append(run.model.vocab)
         self.lengths.append(run.data.seq_len)
