@@ -102,7 +102,8 @@ def test_evaluation_drops_nothing_and_samples_must_be_known() -> None:
     model = parallelize(Dropping(), Grid({}))
     x = torch.ones(SHAPE)
     with pytest.raises(
-        ShardingError, match=r"drop uses dropout .* Set model\.parallel\.step_context\.samples"
+        ShardingError,
+        match=r"drop draws random numbers, .* Set model\.parallel\.step_context\.samples",
     ):
         model.drop(x)
     assert model.eval().drop(x) is x
