@@ -72,7 +72,7 @@ class DepthJob:
     """A model that learns to follow pointers."""
 
     seed: int
-    steps: int = 600
+    steps: int = 800
     batch: int = 48
     lr: float = 3e-3
 
