@@ -244,6 +244,11 @@ class Collector:
                 "are fitted to models whose layers run once: width, depth and FLOPs would mean "
                 "something else. Pass other runs."
             )
+        if run.model.parscale_streams > 1:
+            raise DataError(
+                f"{folder} has model.parscale_streams={run.model.parscale_streams}. Laws are "
+                "fitted to models that process a token once. Pass other runs."
+            )
         rows = _read_metrics(folder)
         self.vocabularies.append(run.model.vocab)
         self.lengths.append(run.data.seq_len)
