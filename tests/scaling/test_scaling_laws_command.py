@@ -172,6 +172,9 @@ def test_runs_are_collected(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     recurrent = config.replace("core_layers = 0", "core_layers = 1")
     (Path("small") / "config.toml").write_text(recurrent)
     assert "small has recurrent depth (model.core_layers=1)" in error_of(capsys, "small", "large")
+    streams = config.replace("parscale_streams = 0", "parscale_streams = 2")
+    (Path("small") / "config.toml").write_text(streams)
+    assert "small has model.parscale_streams=2" in error_of(capsys, "small", "large")
 
 
 @pytest.mark.parametrize(
