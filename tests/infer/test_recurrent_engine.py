@@ -52,13 +52,14 @@ CONFIG = DecoderConfig(
     qk_bias=True,
     tie_embeddings=True,
 )
-GRIDS: list[tuple[dict[str, int], str]] = [
-    ({}, "samples"),
-    ({"row": 2, "col": 2}, "samples"),
-    ({"row": 2, "col": 2}, "features"),
-    ({"context": 2, "row": 2}, "samples"),
-    ({"data": 2, "depth": 2}, "samples"),
-    ({"expert": 2, "context": 2}, "samples"),
+FULL = pytest.mark.full
+GRIDS = [
+    pytest.param({}, "samples", id="one", marks=FULL),
+    pytest.param({"row": 2, "col": 2}, "samples", id="row2-col2-samples"),
+    pytest.param({"row": 2, "col": 2}, "features", id="row2-col2-features", marks=FULL),
+    pytest.param({"context": 2, "row": 2}, "samples", id="context2-row2"),
+    pytest.param({"data": 2, "depth": 2}, "samples", id="data2-depth2", marks=FULL),
+    pytest.param({"expert": 2, "context": 2}, "samples", id="expert2-context2", marks=FULL),
 ]
 
 
@@ -221,8 +222,8 @@ def restate(exit_text: str = "", recurrence: int = 6, places: int = 0) -> tuple[
 # ---- tests ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("degrees", "inner"), GRIDS, ids=str)
-@pytest.mark.parametrize("recurrence", [-1, 3])
+@pytest.mark.parametrize(("degrees", "inner"), GRIDS)
+@pytest.mark.parametrize("recurrence", [-1, pytest.param(3, marks=FULL)])
 def test_cached_tokens_are_those_of_the_full_forward_pass(
     pool: Pool, degrees: dict[str, int], inner: str, recurrence: int
 ) -> None:
@@ -241,7 +242,7 @@ def test_cached_tokens_are_those_of_the_full_forward_pass(
     assert restate(recurrence=model.eval_recurrence)[0] == expected
 
 
-@pytest.mark.parametrize(("degrees", "inner"), GRIDS, ids=str)
+@pytest.mark.parametrize(("degrees", "inner"), GRIDS)
 def test_exits_are_those_of_one_token_after_the_other(
     pool: Pool, degrees: dict[str, int], inner: str
 ) -> None:
@@ -256,7 +257,7 @@ def test_exits_are_those_of_one_token_after_the_other(
 
 
 @pytest.mark.parametrize("text", ["kl:0", "kl:0.2", "entropy:0.05", "argmax:3"])
-@pytest.mark.parametrize("budget", [1, 64])
+@pytest.mark.parametrize("budget", [pytest.param(1, marks=FULL), 64])
 def test_all_criteria_equal_their_definitions(pool: Pool, text: str, budget: int) -> None:
     options = {"exit": text, "max_num_batched_tokens": budget}
     (found,) = pool.on_grid({}, generate, "samples", options)
