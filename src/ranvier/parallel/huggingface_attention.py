@@ -88,6 +88,7 @@ def build_core(module: Any) -> AttentionCore:
         window_of_layer=lambda layer: window,
         attn_logit_softcap=_soft_cap(module),
         query_pre_attn_scalar=scalar,
+        streams=1,
     )
     return AttentionCore(config)
 
