@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ranvier.cli.completion import SUBCOMMAND_OPTION_CLASSES, find_option_class
+from ranvier.cli.inference import with_engine_prefix
 from ranvier.cli.parsing import (
     drop_options,
     load_run_with_options,
@@ -29,6 +30,7 @@ from ranvier.cli.parsing import (
     parse_options,
     split_words,
 )
+from ranvier.config.arguments import InferenceOptions
 from ranvier.config.run import RunConfig
 
 SMALL_ADDOPTS = (
@@ -159,6 +161,8 @@ def check_command(words: list[str], ranks: int) -> None:
     # The first words are a subcommand, files, or the directory of a run.
     files, options = split_words(words[1:])
     if not issubclass(kind, RunConfig):
+        if issubclass(kind, InferenceOptions):
+            options = with_engine_prefix(options)
         parse_options(kind, kind(), verb, options)
         return
     nodes = int(option_value(options, "--launch.nnodes") or option_value(options, "--nodes") or 1)

@@ -27,7 +27,7 @@ from equivalence import (
     switched,
     worst,
 )
-from memory.test_activation_offload import ALONE, ON_GRID, passes
+from offload_cases import ALONE, ON_GRID, passes
 from pool import Pool
 from ranvier.grid import Grid
 from ranvier.nn.linear import Linear
