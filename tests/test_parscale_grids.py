@@ -140,13 +140,10 @@ def compiled_differences(grid: Grid, case: Case) -> list[str]:
     return lines
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("degrees", "recompute"),
-    [
-        pytest.param({"data": 1}, "none", marks=pytest.mark.full),
-        ({"row": 2}, "selective"),
-        pytest.param({"depth": 2, "col": 2}, "full", marks=pytest.mark.full),
-    ],
+    [({"data": 1}, "none"), ({"row": 2}, "selective"), ({"depth": 2, "col": 2}, "full")],
     ids=str,
 )
 def test_compiled_blocks_equal_one_process(

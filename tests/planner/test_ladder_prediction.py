@@ -34,7 +34,7 @@ def ladder_run(plan: dict[str, Any], **model: Any) -> RunConfig:
     return run_from_tables(tables)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("plan", "model", "rank"),
     [
