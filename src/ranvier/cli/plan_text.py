@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence, Set
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NoReturn
 
 from ranvier.cli import plan
 from ranvier.cli.plan import PlanOptions
 from ranvier.config import run as runs
-from ranvier.errors import PlanError, WriteError
+from ranvier.errors import PlanError
 from ranvier.html.number_format import format_number
 from ranvier.planner import explain
 from ranvier.planner.baselines import PredictedCandidate, find_baselines, layout_family
+from ranvier.planner.output_files import write_output
 from ranvier.planner.request import default_batch
 from ranvier.planner.search import SearchRequest, SearchResult
 from ranvier.system.terminal import print
@@ -44,14 +44,14 @@ def report_result(
     if assumed:
         notes.append(_describe_assumptions(result.request, assumed))
     if wanted.json:
-        _write_output(
+        write_output(
             wanted.json, json.dumps(result_to_dict(result, wanted.top, told), indent=2) + "\n"
         )
     if wanted.html:
         # Imported here: it takes 10 ms, which other outputs can avoid.
         from ranvier.planner.html_report import render_report
 
-        _write_output(
+        write_output(
             wanted.html,
             render_report(result, title=title, top=wanted.top, command=told, notes=notes),
         )
@@ -112,25 +112,13 @@ def raise_infeasible(result: SearchResult, wanted: PlanOptions, given: Set[str])
 
     problems = suggestions.explain_infeasible(result, again)
     if wanted.json:
-        _write_output(wanted.json, json.dumps({"problems": problems}, indent=2) + "\n")
+        write_output(wanted.json, json.dumps({"problems": problems}, indent=2) + "\n")
     raise PlanError(problems)
 
 
 def _drop_batch_option(words: Sequence[str]) -> list[str]:
     """Returns the words without the batch, which is part of the settings of every layout."""
     return [word for word in words if not word.startswith("--plan.global-batch")]
-
-
-def _write_output(name: str, text: str) -> None:
-    if name == "-":
-        print(text, end="")
-        return
-    try:
-        Path(name).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise WriteError(
-            f"{name} cannot be written: {error.strerror}. Pass another path."
-        ) from None
 
 
 def result_to_dict(result: SearchResult, top: int, told: str) -> dict[str, Any]:

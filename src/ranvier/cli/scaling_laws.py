@@ -12,7 +12,7 @@ from ranvier.config.arguments import ScalingLawsOptions
 from ranvier.errors import PlanError, WriteError
 from ranvier.planner import cluster as clusters
 from ranvier.planner.cluster import Cluster
-from ranvier.planner.output_files import check_outputs
+from ranvier.planner.output_files import check_outputs, write_output
 from ranvier.scaling import design_files, page, summary
 from ranvier.scaling.cluster_time import ClusterTimeCost
 from ranvier.scaling.laws import ScalingLaws, fit_laws
@@ -44,11 +44,11 @@ def run_scaling_laws(paths: Sequence[str], wanted: ScalingLawsOptions) -> int:
     cost = FlopCost(vocab=found.vocab, seq=found.seq)
     asked = prescribe_budgets(wanted, tables, cost)
     if wanted.rows:
-        _write(wanted.rows, "".join(json.dumps(row) + "\n" for row in found.to_records()))
+        write_output(wanted.rows, "".join(json.dumps(row) + "\n" for row in found.to_records()))
     if wanted.json:
-        _write(wanted.json, json.dumps(_to_dict(found, tables, asked), indent=1) + "\n")
+        write_output(wanted.json, json.dumps(_to_dict(found, tables, asked), indent=1) + "\n")
     if wanted.html:
-        _write(wanted.html, page.render_page(tables, asked, cost=cost, notes=found.notes))
+        write_output(wanted.html, page.render_page(tables, asked, cost=cost, notes=found.notes))
     if wanted.json != "-":
         _print_text(found, tables, asked)
         for name in filter(None, (wanted.json, wanted.html, wanted.rows)):
@@ -143,18 +143,6 @@ def _to_dict(
             for title, several in asked
         },
     }
-
-
-def _write(name: str, text: str) -> None:
-    if name == "-":
-        print(text, end="")
-        return
-    try:
-        Path(name).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise WriteError(
-            f"{name} cannot be written: {error.strerror}. Pass another path."
-        ) from None
 
 
 # ---- design -------------------------------------------------------------------------------

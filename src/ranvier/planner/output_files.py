@@ -1,4 +1,4 @@
-"""Checks before a search whether the output files of `ranvier plan` can be written."""
+"""Output files of commands: checks before the work whether they can be written, and writes them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 
 from ranvier.errors import PlanError, WriteError
+from ranvier.system.terminal import print
 
 MIN_FREE_BYTES = 2**16
 """Bytes that a disk must have free: the size of a small result."""
@@ -29,6 +30,19 @@ def check_outputs(*names: str) -> None:
     for name in given:
         if name != "-":
             _check_writable(name)
+
+
+def write_output(name: str, text: str) -> None:
+    """Writes a text to a file, or to standard output for "-"."""
+    if name == "-":
+        print(text, end="")
+        return
+    try:
+        Path(name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise WriteError(
+            f"{name} cannot be written: {error.strerror}. Pass another path."
+        ) from None
 
 
 def _check_writable(name: str) -> None:

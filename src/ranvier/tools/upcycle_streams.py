@@ -16,17 +16,11 @@ from pathlib import Path
 import torch
 
 from ranvier import counter_rng
-from ranvier.checkpoint.hf.model import PublishedModel, RowPart, TensorProvider, shapes_of
-from ranvier.config.run import RunConfig
+from ranvier.checkpoint.hf.model import RowPart, TensorProvider, shapes_of
 from ranvier.errors import PlanError
-from ranvier.infer.load import find_checkpoint, load_config_from_dir
 from ranvier.models.config import DecoderConfig
 from ranvier.sharding import Shard
-from ranvier.system import safe_files
-from ranvier.system.model_hub import find_model
-from ranvier.tools.extend_context import CheckpointWeights
-from ranvier.tools.held_out_loss import compare_held_out_losses
-from ranvier.tools.upcycle import TOKENIZER_FILES
+from ranvier.tools.upcycle_architecture import upcycle_architecture
 from ranvier.train import import_export
 
 
@@ -89,45 +83,16 @@ def upcycle_to_streams(
     """Creates a run with several streams from a run or published model; returns a summary in
     lines.
     """
-    path = find_model(source)
-    # A directory with config.toml is a run; anything else must be a published model.
-    if not (path / "config.toml").exists():
-        with PublishedModel.open(path) as model:
-            run = import_export.build_imported_run(
-                model, out, tokenizer=(model.folder / "tokenizer.json").exists()
-            )
-            config = streams_config(model.config, streams)
-            return _write_run(
-                model.folder, out, WeightsWithStreams(config, model, seed), run, config
-            )
-    run = load_config_from_dir(path)
-    config = streams_config(run.decoder, streams)
-    chosen = None if step < 0 else step
-    weights = CheckpointWeights.open(run, find_checkpoint(path, chosen))
-    lines = _write_run(path, out, WeightsWithStreams(config, weights, seed), run, config)
-    losses, reason = compare_held_out_losses(run, [path, out], [chosen, None])
-    if not losses:
-        return [*lines, reason]
-    dense, first = losses
-    return [
-        *lines,
-        f"Held-out loss before training: {first:.4f} ({first / dense - 1.0:+.1%}), of {source}: "
-        f"{dense:.4f}",
-    ]
-
-
-def _write_run(
-    origin: Path, out: Path, weights: TensorProvider, run: RunConfig, config: DecoderConfig
-) -> list[str]:
-    made = RunConfig(model=import_export.to_model_config(config), data=run.data)
-    # The run directory appears only once it is complete.
-    with import_export.write_atomically(out) as here:
-        for name in TOKENIZER_FILES:
-            if safe_files.path_exists(origin / name):
-                safe_files.copy_file(origin / name, here / name)
-        import_export.copy_origin_files(str(origin), here)
-        import_export.write_initial_run(here, made, weights, str(origin))
+    config, lines = upcycle_architecture(
+        source,
+        out,
+        lambda dense: streams_config(dense, streams),
+        lambda config, weights: WeightsWithStreams(config, weights, seed),
+        step=step,
+    )
+    num_parameters = import_export.to_model_config(config).num_parameters
     return [
         f"{config.streams} streams, {config.parscale_prefix_tokens} prefix tokens: "
-        f"{made.model.num_parameters:,} parameters, in {out}"
+        f"{num_parameters:,} parameters, in {out}",
+        *lines,
     ]
