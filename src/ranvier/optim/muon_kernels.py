@@ -1,9 +1,8 @@
 """Triton kernels of Muon, for CUDA only: symmetric products, and the two elementwise updates.
 
 A symmetric product needs the tiles on and above the diagonal only; those below are written as
-their transposes by the same program. Tiles are squares of `side`, each computed by programs of
-`rows` rows, since a wider program reads fewer operands per FLOP. Accumulation is in fp32, and
-results are rounded once, as in cuBLAS.
+their transposes by the same program. Accumulation is in fp32, and results are rounded once, as in
+cuBLAS.
 
 `muon` has the reference versions; tests compare both.
 """
@@ -21,6 +20,7 @@ from ranvier.optim.adamw import UpdateScalars
 
 triton: Any = importlib.import_module("triton")
 tl: Any = importlib.import_module("triton.language")
+descriptors: Any = importlib.import_module("triton.tools.tensor_descriptor")
 
 BLOCK_ELEMENTS = 1024
 """Elements per program of the elementwise kernels."""
@@ -33,133 +33,114 @@ MAX_LAUNCH_ELEMENTS = 1 << 30
 
 @dataclass(frozen=True)
 class TileConfig:
-    """How a symmetric product is cut into programs."""
+    """How a symmetric product is cut into square tiles, one per program."""
 
-    side: int
-    """Side of a square tile, and columns of a program."""
-    rows: int
-    """Rows of a program; divides `side`."""
-    depth: int
+    side: int = 128
+    depth: int = 64
     """Elements along the summed dim per iteration of the loop."""
-    num_warps: int
-    num_stages: int
-    """Number of iterations whose operands are in shared memory."""
+    num_warps: int = 4
+    max_stages: int = 4
+    """Maximum number of iterations whose operands are in shared memory."""
 
-    @property
-    def shared_bytes(self) -> int:
-        """Shared memory of the operands in bytes, for elements of 2 bytes."""
-        return 2 * self.num_stages * self.depth * (self.rows + self.side)
-
-
-WIDE_TILES = TileConfig(side=256, rows=128, depth=64, num_warps=8, num_stages=3)
-NARROW_TILES = TileConfig(side=128, rows=128, depth=64, num_warps=8, num_stages=3)
-MIN_WIDE_SIDE = 1024
-"""Sides from which `WIDE_TILES` are used. With smaller ones, too much is on the diagonal."""
+    def num_stages(self, device: torch.device) -> int:
+        """Returns the number of stages that fit into the shared memory of a device."""
+        properties: Any = torch.cuda.get_device_properties(device)
+        # Two operands of 2 bytes per element. The result also passes through shared memory.
+        stage_bytes = 2 * 2 * self.side * self.depth
+        result_bytes = 2 * self.side * self.side
+        free_bytes: int = properties.shared_memory_per_block_optin - result_bytes
+        return max(1, min(self.max_stages, free_bytes // stage_bytes))
 
 
-def choose_tiles(size: int, device: torch.device) -> TileConfig:
-    """Returns the tiles of a product of a side, which fit into the shared memory of a device."""
-    properties: Any = torch.cuda.get_device_properties(device)
-    if (
-        size >= MIN_WIDE_SIDE
-        and WIDE_TILES.shared_bytes <= properties.shared_memory_per_block_optin
-    ):
-        return WIDE_TILES
-    return NARROW_TILES
+TILES = TileConfig()
+
+
+def can_multiply(x: Tensor) -> bool:
+    """Whether the kernels support matrices `[n, m, k]` on CUDA: a size and type that can be copied.
+
+    Operands are copied by the tensor memory accelerator of Hopper and later devices, which needs
+    rows of a multiple of 16 bytes.
+    """
+    return (
+        x.dtype in (torch.bfloat16, torch.float16)
+        and x.shape[-2] % 8 == 0
+        and x.shape[-1] % 8 == 0
+        and torch.cuda.get_device_capability(x.device) >= (9, 0)
+    )
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _symmetric_kernel(  # type: ignore[no-untyped-def]
-    x, y, size, depth, x_batch, x_row, x_column, linear, quadratic,
-    POLYNOMIAL: tl.constexpr, IS_EVEN: tl.constexpr,
-    SIDE: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
+    operand, x, y, size, depth, linear, quadratic,
+    POLYNOMIAL: tl.constexpr, TRANSPOSED: tl.constexpr, SIDE: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Computes some rows of a tile of x xᵀ on or above the diagonal, and writes its transpose."""
-    PARTS: tl.constexpr = SIDE // ROWS
-    part = tl.program_id(0) % PARTS
-    tile = tl.program_id(0) // PARTS
-    matrix = tl.program_id(1).to(tl.int64)
+    """Computes a tile of x xᵀ on or above the diagonal, and writes its transpose below.
+
+    operand: descriptor of x `[n, m, k]`, or of `[n, k, m]` if TRANSPOSED; outside it reads zeros.
+    """
+    tile = tl.program_id(0)
+    matrix = tl.program_id(1)
     # Tiles are counted column by column: column j has tiles 0 to j and begins at j(j + 1) / 2.
     j = ((tl.sqrt(8.0 * tile.to(tl.float32) + 1.0) - 1.0) * 0.5).to(tl.int32)
     # The root is rounded: j may be one too large or too small.
     j = tl.where(j * (j + 1) // 2 > tile, j - 1, j)
     j = tl.where((j + 1) * (j + 2) // 2 <= tile, j + 1, j)
     i = tile - j * (j + 1) // 2
-    rows = i * SIDE + part * ROWS + tl.arange(0, ROWS)
-    columns = j * SIDE + tl.arange(0, SIDE)
-    inner = tl.arange(0, DEPTH)
-    x += matrix * x_batch
-    y += matrix * size * size
-    left = x + rows.to(tl.int64)[:, None] * x_row + inner.to(tl.int64)[None, :] * x_column
-    right = x + columns.to(tl.int64)[None, :] * x_row + inner.to(tl.int64)[:, None] * x_column
-    is_row = rows < size
-    is_column = columns < size
-    total = tl.zeros([ROWS, SIDE], tl.float32)
+    total = tl.zeros([SIDE, SIDE], tl.float32)
     for start in range(0, depth, DEPTH):
-        if IS_EVEN:
-            a = tl.load(left)
-            b = tl.load(right)
+        if TRANSPOSED:
+            a = operand.load([matrix, start, i * SIDE]).reshape(DEPTH, SIDE).T
+            b = operand.load([matrix, start, j * SIDE]).reshape(DEPTH, SIDE)
         else:
-            is_inner = inner < depth - start
-            a = tl.load(left, mask=is_row[:, None] & is_inner[None, :], other=0.0)
-            b = tl.load(right, mask=is_inner[:, None] & is_column[None, :], other=0.0)
+            a = operand.load([matrix, i * SIDE, start]).reshape(SIDE, DEPTH)
+            b = operand.load([matrix, j * SIDE, start]).reshape(SIDE, DEPTH).T
         total = tl.dot(a, b, total)
-        left += DEPTH * x_column
-        right += DEPTH * x_column
-    inside = is_row[:, None] & is_column[None, :]
+    rows = i * SIDE + tl.arange(0, SIDE)
+    columns = j * SIDE + tl.arange(0, SIDE)
+    inside = (rows < size)[:, None] & (columns < size)[None, :]
+    first = matrix.to(tl.int64) * size * size
+    above = first + rows.to(tl.int64)[:, None] * size + columns[None, :]
     if POLYNOMIAL:
-        here = x + rows.to(tl.int64)[:, None] * x_row + columns.to(tl.int64)[None, :] * x_column
-        values = tl.load(here, mask=inside, other=0.0).to(tl.float32)
+        values = tl.load(x + above, mask=inside, other=0.0).to(tl.float32)
         total = total * quadratic + values * linear
     result = total.to(y.dtype.element_ty)
-    above = y + rows.to(tl.int64)[:, None] * size + columns[None, :]
-    if IS_EVEN:
-        tl.store(above, result)
-    else:
-        tl.store(above, result, mask=inside)
+    tl.store(y + above, result, mask=inside)
     # A tile on the diagonal is its own transpose.
     if i != j:
-        below = y + columns.to(tl.int64)[:, None] * size + rows[None, :]
-        turned = tl.trans(result)
-        if IS_EVEN:
-            tl.store(below, turned)
-        else:
-            tl.store(below, turned, mask=is_column[:, None] & is_row[None, :])
+        below = first + columns.to(tl.int64)[:, None] * size + rows[None, :]
+        inside = (columns < size)[:, None] & (rows < size)[None, :]
+        tl.store(y + below, tl.trans(result), mask=inside)
 
 
 def _launch_symmetric(
-    x: Tensor,
-    linear: float,
-    quadratic: float,
-    *,
-    is_polynomial: bool,
-    tiles: TileConfig | None,
+    x: Tensor, linear: float, quadratic: float, *, is_polynomial: bool, tiles: TileConfig
 ) -> Tensor:
     count, size, depth = x.shape
     y = torch.empty(count, size, size, dtype=x.dtype, device=x.device)
-    tiles = tiles or choose_tiles(size, x.device)
+    is_transposed = x.stride(-1) != 1
+    rows = x.mT if is_transposed else x
+    block = (tiles.depth, tiles.side) if is_transposed else (tiles.side, tiles.depth)
+    operand = descriptors.TensorDescriptor.from_tensor(rows, [1, *block])
     side = triton.cdiv(size, tiles.side)
-    grid = (side * (side + 1) // 2 * (tiles.side // tiles.rows), count)
     with torch.cuda.device_of(x):
-        _symmetric_kernel[grid](
-            x, y, size, depth, *x.stride(), linear, quadratic,
-            POLYNOMIAL=is_polynomial,
-            IS_EVEN=size % tiles.side == 0 and depth % tiles.depth == 0,
-            SIDE=tiles.side, ROWS=tiles.rows, DEPTH=tiles.depth,
-            num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        _symmetric_kernel[(side * (side + 1) // 2, count)](
+            operand, x, y, size, depth, linear, quadratic,
+            POLYNOMIAL=is_polynomial, TRANSPOSED=is_transposed,
+            SIDE=tiles.side, DEPTH=tiles.depth,
+            num_warps=tiles.num_warps, num_stages=tiles.num_stages(x.device),
         )  # fmt: skip
     return y
 
 
-def symmetric_product(x: Tensor, *, tiles: TileConfig | None = None) -> Tensor:
-    """Returns x xᵀ, `[n, m, m]`; x: `[n, m, k]`, with any strides."""
+def symmetric_product(x: Tensor, *, tiles: TileConfig = TILES) -> Tensor:
+    """Returns x xᵀ, `[n, m, m]`; x: `[n, m, k]`, contiguous or transposed, as `can_multiply`."""
     return _launch_symmetric(x, 0.0, 1.0, is_polynomial=False, tiles=tiles)
 
 
 def symmetric_polynomial(
-    a: Tensor, linear: float, quadratic: float, *, tiles: TileConfig | None = None
+    a: Tensor, linear: float, quadratic: float, *, tiles: TileConfig = TILES
 ) -> Tensor:
-    """Returns linear · a + quadratic · a² of symmetric matrices `[n, m, m]`."""
+    """Returns linear · a + quadratic · a² of contiguous symmetric matrices `[n, m, m]`."""
     return _launch_symmetric(a, linear, quadratic, is_polynomial=True, tiles=tiles)
 
 
