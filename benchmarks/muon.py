@@ -15,7 +15,7 @@ Parts:
     train     llama3-1b with `optim.name = "muon"`, 131,072 tokens per step: the optimizer step
               takes at most 6 % of the step; states take 4 bytes per parameter less than with AdamW
     losses    50 steps of a small decoder with symmetric products and with plain ones: losses differ
-              by no more than those of two plain paths do
+              by at most twice as much as those of plain paths that round differently
 
 Calls are interleaved, and times are medians. Exit status 1 if a limit does not hold.
 """
@@ -350,19 +350,40 @@ def time_training(bench: Bench) -> None:
         )
 
 
+LOSS_FACTOR = 2.0
+"""Limit of the distance of losses, relative to the mean distance between plain paths."""
+
+
 def compare_losses(bench: Bench) -> None:
-    """Losses with symmetric products, with plain batched ones, and matrix by matrix."""
+    """Losses with symmetric products against those of several plain paths.
+
+    Plain paths iterate the same matrices one by one, batched, and one by one with a random error
+    of half a unit in the last place of bf16 in each element. How far they are apart is the noise.
+    """
     sizes = bench.sizes
 
     def iterate_each(x: Tensor, out: Tensor, *rest: Any) -> None:
         for one, into in zip(x, out, strict=True):
             into.copy_(muon._orthogonalize_matrix(one, *rest))
 
+    def iterate_rounded(generator: torch.Generator) -> Callable[..., None]:
+        def iterate(x: Tensor, out: Tensor, *rest: Any) -> None:
+            noise = torch.rand(x.shape, device=x.device, generator=generator)
+            iterate_each((x * (1 + (2 * noise - 1) * 2.0**-9)).to(x.dtype), out, *rest)
+
+        return iterate
+
+    plain = "matrix by matrix"
     paths = {
+        plain: mock.patch.object(muon, "_orthogonalize_batch", iterate_each),
         "symmetric": mock.patch.object(muon, "MIN_SYMMETRIC_SIDE", muon.MIN_SYMMETRIC_SIDE),
         "batched": mock.patch.object(muon, "_can_multiply_symmetric", lambda x: False),
-        "matrix by matrix": mock.patch.object(muon, "_orthogonalize_batch", iterate_each),
     }
+    for seed in range(3):
+        generator = torch.Generator(bench.device).manual_seed(seed)
+        paths[f"rounded {seed}"] = mock.patch.object(
+            muon, "_orthogonalize_batch", iterate_rounded(generator)
+        )
     curves: dict[str, list[float]] = {}
     task = Task.of(sizes.loss_shape, 8, bench.device, clip=True)
     for name, path in paths.items():
@@ -376,15 +397,19 @@ def compare_losses(bench: Bench) -> None:
                 curves[name].append(ours.loss.item())
             ours.close()
     bench.results["losses"] = curves
-    plain = curves["matrix by matrix"]
-    far, noise = (
-        max(abs(a - b) for a, b in zip(curves[name], plain, strict=True))
-        for name in ("symmetric", "batched")
-    )
+    distances = {
+        name: max(abs(a - b) for a, b in zip(curve, curves[plain], strict=True))
+        for name, curve in curves.items()
+        if name != plain
+    }
+    found = distances.pop("symmetric")
+    noise = statistics.mean(distances.values())
     bench.check(
-        far <= max(2 * noise, 1e-3),
-        f"{sizes.loss_steps} steps, last loss {plain[-1]:.4f}: symmetric products differ by at "
-        f"most {far:.5f}, plain batched ones by {noise:.5f} (limit: twice that, or 0.001)",
+        found <= LOSS_FACTOR * noise,
+        f"{sizes.loss_steps} steps, last loss {curves[plain][-1]:.4f}: symmetric products differ "
+        f"by at most {found:.5f}, plain paths by {noise:.5f} on average "
+        f"({', '.join(f'{name} {far:.5f}' for name, far in distances.items())}; limit: twice the "
+        "average)",
     )
 
 
@@ -398,25 +423,26 @@ def time_tiles(bench: Bench) -> None:
         return
     kernels = muon._kernels()
     found = bench.results["tiles"] = {}
-    for count, size, depth in ((8, 2048, 8192), (16, 2048, 2048), (32, 512, 2048)):
+    for count, size, depth in (
+        (8, 2048, 8192),
+        (16, 2048, 2048),
+        (16, 1024, 4096),
+        (32, 512, 2048),
+    ):
         x = bench.random(count, size, depth, dtype=torch.bfloat16)
         tall = bench.random(count, depth, size, dtype=torch.bfloat16).mT
         full = 2 * count * size * size * depth
         (plain,) = bench.measure([lambda x=x: torch.bmm(x, x.mT)])  # type: ignore[misc]
         print(f"{(count, size, depth)}: bmm {plain:.3f} ms, {full / plain / 1e9:.0f} TFLOP/s")
-        for side, rows, inner, warps, stages in (
-            (256, 128, 64, 8, 3),
-            (256, 128, 64, 8, 4),
-            (256, 128, 32, 8, 4),
-            (256, 64, 64, 4, 4),
-            (128, 128, 64, 8, 3),
-            (128, 128, 64, 8, 4),
-            (128, 128, 64, 4, 3),
-            (128, 128, 64, 4, 4),
-            (128, 128, 128, 8, 3),
-            (128, 64, 64, 4, 4),
+        for side, inner, warps, stages in (
+            (128, 64, 8, 4),
+            (128, 64, 8, 3),
+            (128, 64, 4, 4),
+            (128, 128, 8, 3),
+            (128, 32, 8, 4),
+            (64, 64, 4, 4),
         ):
-            tiles = kernels.TileConfig(side, rows, inner, warps, stages)
+            tiles = kernels.TileConfig(side, inner, warps, stages)
             try:
                 ms, tall_ms = bench.measure(
                     [

@@ -277,6 +277,8 @@ def measure_speed(
 ) -> tuple[float, float, int]:
     """Returns seconds per step, FLOP/s with recomputation, and the peak bytes of memory."""
     device = torch.device("cuda", 0)
+    # There are no statistics to reset before.
+    torch.cuda.init()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     plan = Plan(recompute=job.recompute, compile="on")  # type: ignore[arg-type]
