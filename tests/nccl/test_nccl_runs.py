@@ -45,8 +45,9 @@ def train(grid: Grid, corpus: str, out: str, changes: dict[str, Any], resume: st
 
 def train_alone(corpus: str, changes: dict[str, Any]) -> list[Any]:
     """The same in this process, on the CPU; of the settings only those that change results."""
-    model = {n: v for n, v in changes.items() if n.split("__")[0] in ("model", "lora", "optim")}
-    return train(Grid({}), corpus, "", model, "")
+    sections = ("model", "lora", "optim", "data")
+    kept = {name: value for name, value in changes.items() if name.split("__")[0] in sections}
+    return train(Grid({}), corpus, "", kept, "")
 
 
 def assert_close(found: list[Any], want: list[Any], rel: float = 1e-9) -> None:
@@ -75,6 +76,16 @@ CASES: list[tuple[dict[str, int], dict[str, Any]]] = [
     (
         {"row": 2, "col": 2},
         {"memory__recompute_collectives": "save", "plan__recompute": "selective"},
+    ),
+    ({"data": 2, "row": 2}, {"data__goldfish_k": 3}),
+    (
+        {"pipe": 2, "depth": 2},
+        {"data__goldfish_k": 4, "data__goldfish_strategy": "hash-table", "plan__micro_batch": 1},
+    ),
+    ({"context": 2, "col": 2}, {"data__goldfish_k": 2, "data__goldfish_strategy": "static"}),
+    (
+        {"row": 2, "col": 2, "depth": 2},
+        {"data__goldfish_k": 3, "data__goldfish_strategy": "random"},
     ),
 ]
 
