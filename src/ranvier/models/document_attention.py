@@ -254,11 +254,19 @@ def can_use_flash_kernel(q: Tensor, cap: float = 0.0) -> bool:
     return torch.cuda.get_device_capability(q.device) >= (8, 0)
 
 
-def _contiguous_heads(x: Tensor) -> Tensor:
+def contiguous_heads(x: Tensor) -> Tensor:
     """Returns x with contiguous heads, as the kernel requires; views of packed k and v are not."""
     if x.stride(-1) == 1 and x.stride(-2) == x.shape[-1]:
         return x
     return x.contiguous()
+
+
+def kernel_window(window: int) -> dict[str, int]:
+    """Returns the number of keys before and after a query, as arguments of the kernel."""
+    if window:
+        # The kernel does not count the query itself.
+        return {"window_size_left": window - 1, "window_size_right": 0}
+    return {}
 
 
 # ---- one operation for the compiler -----------------------------------------------------
@@ -276,19 +284,11 @@ def attend_documents(
         return y.contiguous(), none, none.clone()
     # A tensor on the host, so reading it does not synchronize with the device.
     longest = int(most)
-    q, k, v = map(_contiguous_heads, (q, k, v))
+    q, k, v = map(contiguous_heads, (q, k, v))
     y, sums, state, _, _ = torch.ops.aten._flash_attention_forward(
-        q, k, v, bounds, bounds, longest, longest, 0.0, True, False, **_window_sizes(window)
+        q, k, v, bounds, bounds, longest, longest, 0.0, True, False, **kernel_window(window)
     )
     return y, sums, state
-
-
-def _window_sizes(window: int) -> dict[str, int]:
-    """Returns the number of keys before and after a query, as arguments of the kernel."""
-    if window:
-        # The kernel does not count the query itself.
-        return {"window_size_left": window - 1, "window_size_right": 0}
-    return {}
 
 
 @attend_documents.register_fake
@@ -322,10 +322,10 @@ def attend_documents_backward(
         return packed_attention_backward(dy, q, k, v, bounds, window, cap)
     longest = int(most)
     none = torch.empty(0, device=q.device)
-    dy, q, k, v = map(_contiguous_heads, (dy, q, k, v))
+    dy, q, k, v = map(contiguous_heads, (dy, q, k, v))
     ends = (bounds, bounds, longest, longest)
     dq, dk, dv = torch.ops.aten._flash_attention_backward(
-        dy, q, k, v, y, sums, *ends, 0.0, True, state, none, **_window_sizes(window)
+        dy, q, k, v, y, sums, *ends, 0.0, True, state, none, **kernel_window(window)
     )
     return dq, dk, dv
 

@@ -15,7 +15,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ranvier.models.document_attention import Documents, can_use_flash_kernel
+from ranvier.models.document_attention import (
+    Documents,
+    can_use_flash_kernel,
+    contiguous_heads,
+    kernel_window,
+)
 from ranvier.models.paged_attention import KVCache, PagedSequences, PagePartAttention
 from ranvier.models.segment_attention import SegmentAttention
 
@@ -138,7 +143,7 @@ class _Part(NamedTuple):
         if not can_use_flash_kernel(q, self.cap):
             return self._segments(q, k).forward(q, k, v, self.cap)
         o, lse, *_ = torch.ops.aten._flash_attention_forward(
-            *map(_contiguous_heads, (q, k, v)),
+            *map(contiguous_heads, (q, k, v)),
             self.queries,
             self.keys,
             self.max_queries,
@@ -146,7 +151,7 @@ class _Part(NamedTuple):
             0.0,
             self.causal,
             False,
-            **self._kernel_window,
+            **kernel_window(self.window),
         )
         return o, lse
 
@@ -159,7 +164,7 @@ class _Part(NamedTuple):
         # Without dropout the random state is not used.
         state = torch.zeros(2, dtype=torch.uint64, device=q.device)
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
-            *map(_contiguous_heads, (dy, q, k, v, o)),
+            *map(contiguous_heads, (dy, q, k, v, o)),
             lse,
             self.queries,
             self.keys,
@@ -169,29 +174,15 @@ class _Part(NamedTuple):
             self.causal,
             state,
             torch.empty(0, device=q.device),
-            **self._kernel_window,
+            **kernel_window(self.window),
         )
         return dq, dk, dv
-
-    @property
-    def _kernel_window(self) -> dict[str, int]:
-        if not self.window:
-            return {}
-        # The kernel does not count the query itself.
-        return {"window_size_left": self.window - 1, "window_size_right": 0}
 
     def _segments(self, q: Tensor, k: Tensor) -> SegmentAttention:
         segments = zip(pairwise(self.queries.tolist()), pairwise(self.keys.tolist()), strict=True)
         # Documents of other ranks are empty.
         pairs = tuple((*some, *keys) for some, keys in segments if some[0] < some[1])
         return SegmentAttention(pairs, q.shape[0], k.shape[0], self.causal, self.window)
-
-
-def _contiguous_heads(x: Tensor) -> Tensor:
-    """Returns x with contiguous heads, as the kernel requires."""
-    if x.stride(-1) == 1 and x.stride(-2) == x.shape[-1]:
-        return x
-    return x.contiguous()
 
 
 # ---- one operation for the compiler -----------------------------------------------------

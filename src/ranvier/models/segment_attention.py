@@ -18,13 +18,17 @@ import bisect
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ranvier.models.document_attention import KERNEL_DTYPES, can_use_flash_kernel
+from ranvier.models.document_attention import (
+    KERNEL_DTYPES,
+    can_use_flash_kernel,
+    contiguous_heads,
+    kernel_window,
+)
 from ranvier.models.segment_flex_attention import (
     FlexAttention,
     compiled_flex_attention,
@@ -176,10 +180,17 @@ class SegmentAttention:
         o, lse = None, None
         for call in calls.varlen:
             some, keys, values = map(
-                _contiguous_heads, (call.queries.load(q), call.keys.load(k), call.keys.load(v))
+                contiguous_heads, (call.queries.load(q), call.keys.load(k), call.keys.load(v))
             )
             part, sums, *_ = torch.ops.aten._flash_attention_forward(
-                some, keys, values, *call.bounds, 0.0, self.causal, False, **self._kernel_window
+                some,
+                keys,
+                values,
+                *call.bounds,
+                0.0,
+                self.causal,
+                False,
+                **kernel_window(self.window),
             )
             # The kernel returns +inf for queries that see nothing.
             sums = sums.masked_fill(sums == float("inf"), float("-inf"))
@@ -210,14 +221,14 @@ class SegmentAttention:
             queries, keys = call.queries, call.keys
             rows = (queries.load(dy), queries.load(q), keys.load(k), keys.load(v), queries.load(o))
             some = torch.ops.aten._flash_attention_backward(
-                *map(_contiguous_heads, rows),
+                *map(contiguous_heads, rows),
                 queries.load(lse.T).T.contiguous(),
                 *call.bounds,
                 0.0,
                 self.causal,
                 state,
                 none,
-                **self._kernel_window,
+                **kernel_window(self.window),
             )
             queries.store(dq, some[0])
             keys.add(dk, some[1])
@@ -246,13 +257,6 @@ class SegmentAttention:
                 first.to(device), end.to(device), self.num_keys, kernel or compiled_flex_attention()
             )
         return self._flex[device]
-
-    @cached_property
-    def _kernel_window(self) -> dict[str, int]:
-        if not self.window:
-            return {}
-        # The kernel does not count the query itself.
-        return {"window_size_left": self.window - 1, "window_size_right": 0}
 
     def _make_kernel_calls(self, q: Tensor) -> _KernelCalls:
         """Returns calls of kernels, which together compute all segments.
@@ -609,10 +613,3 @@ class _KernelCall:
         queries, keys = (_KernelRows.from_segments(some, device) for some in segments)
         longest, longest_keys = map(max, lengths)
         return cls(queries, keys, (on_device[0], on_device[1], longest, longest_keys))
-
-
-def _contiguous_heads(x: Tensor) -> Tensor:
-    """Returns x with contiguous heads, as the kernel requires."""
-    if x.stride(-1) == 1 and x.stride(-2) == x.shape[-1]:
-        return x
-    return x.contiguous()
