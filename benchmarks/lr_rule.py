@@ -3,7 +3,7 @@
 Usage: python benchmarks/lr_rule.py [--seeds 3] [--processes 2] [--csv FILE]
 
 Decoders of the Gemstones' proportions (with heads of 16 elements) and six shapes are trained 60
-steps on bytes of Python's standard library, with seven values of lr_eff under optim.lr_rule =
+steps on bytes of Python's standard library, with five values of lr_eff under optim.lr_rule =
 "gemstone". A run with lr_eff is also the run with the plain rate lr_eff / (width · sqrt(depth)), so
 that one set of runs shows both. The best value of a shape is the minimum of a parabola through the
 smallest held-out loss and its neighbours, over log lr. The claims, fixed before the first run with
@@ -49,7 +49,7 @@ from ranvier.train.trainer import Trainer
 
 SHAPES = ((32, 2), (64, 2), (64, 6), (128, 2), (128, 6), (256, 2))
 """Width and depth."""
-EFFECTIVE_RATES = tuple(2.0**power for power in range(-2, 5))
+EFFECTIVE_RATES = tuple(2.0**power for power in range(-2, 3))
 HEAD_DIM = 16
 SEQ_LEN = 64
 BATCH = 4

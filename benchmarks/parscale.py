@@ -37,7 +37,7 @@ from ranvier.train.trainer import Trainer
 
 STREAMS = (1, 4)
 STEPS = 200
-BATCH = 8
+BATCH = 4
 EVAL_SAMPLES = 256
 
 
