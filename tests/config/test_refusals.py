@@ -140,6 +140,11 @@ CASES: list[tuple[str, str]] = [
         "optim.name='muon' with plan.cuda_graph=True. A CUDA",
     ),
     (
+        "optim.name='muon' optim.muon_coefficients=(1.0,2.0,1e999)",
+        "optim.muon_coefficients=[1.0, 2.0, inf]. The coefficients of an iteration must be finite "
+        "numbers. Use 3.4445 -4.775 2.0315.",
+    ),
+    (
         "optim.name='jorge' optim.max_preconditioner_dim=1000",
         "optim.max_preconditioner_dim=1000. The side of a tile must be a power of two. Use 512.",
     ),

@@ -8,6 +8,7 @@ import pytest
 
 from commands import call
 from ranvier.config.run import load_run_config
+from ranvier.errors import PlanError
 from ranvier.planner.cluster import load_cluster
 from ranvier.scaling.cluster_time import ClusterTimeCost, fitting_micro_batch, predict_shape
 from ranvier.scaling.design import (
@@ -101,6 +102,15 @@ def test_shapes_that_do_not_fit_are_not_designed() -> None:
     runs = design_runs(4, 1e18, fits=lambda width, depth: width <= 256)
     assert {run.width for run in runs} <= {128, 256} and len(runs) == 4
     assert len(plan_design(3, 1e18, machine, vocab=4096, seq=512)) == 3
+
+
+def test_designed_shapes_fit_with_the_batch_of_the_design() -> None:
+    # Steps of several micro-batches also accumulate gradients.
+    machine = load_cluster("dgx-h100")
+    planned = plan_design(6, 1e22, machine, vocab=50304, seq=2048)
+    assert len(planned) == 6 and max(run.run.width for run in planned) >= 1024
+    with pytest.raises(PlanError, match=r"--budget 1e\+30 is too large for 3 runs"):
+        plan_design(3, 1e30, machine, vocab=50304, seq=2048)
 
 
 def test_predicted_times_grow_with_the_shape() -> None:

@@ -224,6 +224,13 @@ REFUSALS: tuple[Refusal, ...] = (
         },
     ),
     Refusal(
+        lambda run: not all(map(math.isfinite, run.optim.muon_coefficients)),
+        "optim.muon_coefficients={coefficients}",
+        "The coefficients of an iteration must be finite numbers",
+        "Use 3.4445 -4.775 2.0315",
+        lambda run: {"coefficients": list(run.optim.muon_coefficients)},
+    ),
+    Refusal(
         lambda run: run.optim.needs_whole_matrices and run.prune.is_enabled,
         "optim.name={optim.name!r} with pruned training",
         "The update of a whole matrix is not zero where the matrix is pruned",

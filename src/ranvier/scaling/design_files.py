@@ -13,11 +13,14 @@ from ranvier.config.run import load_run_config, run_from_tables, tables_to_toml
 from ranvier.errors import PlanError
 from ranvier.models.config import GEMSTONE_HEAD_DIM
 from ranvier.planner.cluster import Cluster
-from ranvier.scaling.cluster_time import fitting_micro_batch
+from ranvier.scaling.cluster_time import fitting_micro_batch, predict_shape
 from ranvier.scaling.design import (
     DECAY_RATIO,
+    DEPTHS,
     EVALUATIONS,
+    MAX_TOKENS_PER_PARAMETER,
     MIN_STEPS,
+    WIDTHS,
     DesignedRun,
     design_runs,
 )
@@ -90,10 +93,24 @@ def plan_design(
             "above 0. Use e.g. --budget 1e17."
         )
 
+    # The batch follows from the runs. A step of many micro-batches also has to fit, whose gradients
+    # are accumulated.
+    largest_batch = max(MAX_BATCH_TOKENS // seq, 1)
+
     def fits(width: int, depth: int) -> bool:
-        return fitting_micro_batch(width, depth, machine, vocab=vocab, seq=seq, batch=1) is not None
+        prediction = predict_shape(
+            width, depth, machine, vocab=vocab, seq=seq, batch=largest_batch, micro_batch=1
+        )
+        return prediction.fits_memory
 
     runs = design_runs(count, budget, vocab=vocab, seq=seq, fits=fits)
+    smallest = DesignedRun(min(WIDTHS), min(DEPTHS), budget / count, vocab, seq)
+    if not runs and smallest.tokens > MAX_TOKENS_PER_PARAMETER * smallest.parameters:
+        raise PlanError(
+            f"--budget {budget:g} is too large for {count} runs on one device of {machine.name}. A "
+            f"run has at most {MAX_TOKENS_PER_PARAMETER:,.0f} tokens per parameter, and larger "
+            "models do not fit the device. Use a smaller budget, or a --cluster with more memory."
+        )
     if runs:
         fewest = min(run.tokens for run in runs)
         batch = _batch_of_design(fewest, seq)
