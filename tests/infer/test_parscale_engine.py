@@ -162,5 +162,9 @@ def test_the_commands_know_streams(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "already has parscale_streams=2" in capsys.readouterr().err
     assert call("upcycle", str(model), "--parscale-streams", "1") != 0
     assert "parscale_streams=1 is too small" in capsys.readouterr().err
+    assert call("upcycle", str(model), "--parscale-streams", "100000") != 0
+    assert "parscale_streams=100000 is too large" in capsys.readouterr().err
+    assert call("upcycle", str(model), "--parscale-streams", "0") != 0
+    assert "upcycle got no number of experts, ladder layers or streams" in capsys.readouterr().err
     assert call("upcycle", str(model), "--parscale-streams", "2", "--experts", "4") != 0
     assert "--experts 4 and --parscale-streams 2" in capsys.readouterr().err
