@@ -158,9 +158,16 @@ def test_the_commands_know_streams(tmp_path: Path, capsys: pytest.CaptureFixture
     (file,) = run.glob("eval-*.json")
     assert 0.0 < json.loads(file.read_text())["corpora"][str(text)]["loss"] < 20.0
     assert call("serve", str(run), "--dry-run", "--engine.kv-cache-gib", "0.001") == 0
+    assert call("generate", str(run), "--prompt", "def", "--plan.context", "2") != 0
+    found = capsys.readouterr()
+    assert found.err.startswith("PlanError: plan.context=2 is not supported for generation with")
     assert call("upcycle", str(run), "--parscale-streams", "4") != 0
     assert "already has parscale_streams=2" in capsys.readouterr().err
     assert call("upcycle", str(model), "--parscale-streams", "1") != 0
     assert "parscale_streams=1 is too small" in capsys.readouterr().err
+    assert call("upcycle", str(model), "--parscale-streams", "100000") != 0
+    assert "parscale_streams=100000 is too large" in capsys.readouterr().err
+    assert call("upcycle", str(model), "--parscale-streams", "0") != 0
+    assert "upcycle got no number of experts, ladder layers or streams" in capsys.readouterr().err
     assert call("upcycle", str(model), "--parscale-streams", "2", "--experts", "4") != 0
     assert "--experts 4 and --parscale-streams 2" in capsys.readouterr().err

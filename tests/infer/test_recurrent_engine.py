@@ -274,6 +274,32 @@ def test_a_preempted_request_has_the_same_exits(pool: Pool) -> None:
     assert found.tokens == restate("kl:0.5")[0]
 
 
+def test_a_preempted_request_has_the_same_logprobs() -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=0)
+
+    def logprobs_of_all(num_blocks: int) -> tuple[dict[str, list[float]], int]:
+        model = RecurrentDecoder(CONFIG).double().eval()
+        model.load_state_dict(serial_model().state_dict())
+        model = parallelize(model, Grid({}), Plan())
+        found: dict[str, list[float]] = {}
+        config = EngineConfig(block_size=4, exit="kl:0.5")
+        with open_engine(model, config, num_blocks=num_blocks) as engine:
+            for i, prompt in enumerate(PROMPTS):
+                engine.add(Request(request_id=str(i), prompt_token_ids=prompt, params=params))
+            while engine.has_unfinished:
+                for output in engine.step():
+                    logprobs = [one.logprob for one in output.logprobs]
+                    found.setdefault(output.request_id, []).extend(logprobs)
+            return found, engine.stats().num_preemptions
+
+    expected, _ = logprobs_of_all(80)
+    # The tokens of a preempted request are computed again in one step, of which some have exited.
+    found, num_preemptions = logprobs_of_all(12)
+    assert num_preemptions > 0
+    for name, row in expected.items():
+        assert found[name] == pytest.approx(row, rel=1e-12, abs=1e-12)
+
+
 def test_iterations_share_keys_and_values(pool: Pool) -> None:
     # One token at a time, since the tokens of a chunk see each other before they are overwritten.
     options = {"kv_share": 2, "max_num_batched_tokens": 1}

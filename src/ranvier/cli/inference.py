@@ -85,6 +85,12 @@ def resolve_inference_plan(
             f"plan.pipe={plan.pipe} with a model with recurrent depth. Its core cannot be split "
             "into stages. Use plan.pipe=1."
         )
+    if plan.context > 1 and model.streams > 1:
+        problems.append(
+            f"plan.context={plan.context} is not supported for generation with "
+            f"model.parscale_streams={model.parscale_streams}. The prefix of a stream would be "
+            "counted on each rank of context. Use plan.context=1."
+        )
     if problems:
         raise PlanError(problems)
     return plan

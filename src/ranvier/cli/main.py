@@ -573,6 +573,11 @@ def _upcycle_command(words: Sequence[str]) -> int:
             f"upcycle got {' and '.join(chosen)}. Each makes another model. Use one of them, and "
             "then the other one on its result."
         )
+    if not chosen:
+        raise PlanError(
+            "upcycle got no number of experts, ladder layers or streams. One of them says what the "
+            "model becomes. Use --experts 8, --ladder-layers 2 or --parscale-streams 4."
+        )
     ending = "moe"
     if settings.ladder_layers:
         ending = "ladder"

@@ -193,6 +193,8 @@ def paged_attention(
     cache.write(k, v, sequences.slot_mapping)
     y = torch.zeros_like(q)
     lengths = sequences.host_seq_lens
+    # Of finished tokens the cache has the keys to attend to, and the step has others.
+    uses_step_keys = sequences.early_exit is None and not window and cap == 0.0
     decoding: dict[int, list[int]] = {}
     start = 0
     for i, length in enumerate(sequences.query_lens):
@@ -202,7 +204,7 @@ def paged_attention(
             # Sequences of similar length attend together: all are padded to the longest.
             num_blocks = -(-lengths[i] // cache.block_size)
             decoding.setdefault((num_blocks - 1).bit_length(), []).append(i)
-        elif length == lengths[i] and not window and cap == 0.0:
+        elif length == lengths[i] and uses_step_keys:
             y[some] = _attend_to_step(q[some], k[some], v[some])
         elif length > 1:
             table = sequences.block_table[i : i + 1]

@@ -18,7 +18,7 @@ import torch
 from ranvier import counter_rng
 from ranvier.checkpoint.hf.model import RowPart, TensorProvider, shapes_of
 from ranvier.errors import PlanError
-from ranvier.models.config import DecoderConfig
+from ranvier.models.config import SIZE_LIMITS, DecoderConfig
 from ranvier.sharding import Shard
 from ranvier.tools.upcycle_architecture import upcycle_architecture
 from ranvier.train import import_export
@@ -68,6 +68,12 @@ def streams_config(config: DecoderConfig, streams: int) -> DecoderConfig:
     if streams < 2:
         raise PlanError(
             f"parscale_streams={streams} is too small. A model with streams has at least 2. Use "
+            "--parscale-streams 4."
+        )
+    most = SIZE_LIMITS["parscale_streams"]
+    if streams > most:
+        raise PlanError(
+            f"parscale_streams={streams} is too large. It must be at most {most}. Use "
             "--parscale-streams 4."
         )
     made = replace(config, parscale_streams=streams)
