@@ -24,6 +24,7 @@ from ranvier.grid import Grid
 from ranvier.html.plot import escape_html
 from ranvier.train.loggers import scalar_metrics
 from ranvier.train.report.memorization import memorization_section
+from ranvier.train.trainer import canary_notes
 from training import run_of, stored, trainer_of
 
 STRATEGIES = ("hash", "hash-table", "static", "random")
@@ -189,6 +190,20 @@ def test_from_canaries_to_results(folder: Path, capsys: pytest.CaptureFixture[st
     assert call("train", "gold", "--train.steps", "6", "--data.goldfish-k", "3") != 0
     assert "fingerprint" in capsys.readouterr().err
     check_evaluation(folder, capsys)
+
+
+@pytest.mark.parametrize(("canary_samples", "is_said"), [(32, False), (40, True)])
+def test_a_run_that_ends_before_all_reads_says_so(canary_samples: int, is_said: bool) -> None:
+    changes = {"data__canaries": "canaries.jsonl", "data__canary_samples": canary_samples}
+    notes = canary_notes(run_of("", {}, 4, **changes))
+    assert (
+        notes
+        == [
+            "canaries are placed in data.canary_samples=40 samples, but the run ends after 32: not all "
+            "of their reads happen until it is extended to train.steps=5."
+        ]
+        * is_said
+    )
 
 
 def check_evaluation(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -293,13 +293,10 @@ def _load_checkpoint(run: RunConfig, state: TrainState, fingerprint: str, checkp
             )
         _start_second_moments(part, new)
         anew |= new
-    if anew and state.grid.rank == 0:
-        kinds = sorted({name.rpartition(".")[2] for name in anew})
+    saved_name = _saved_optimizer(manifest)["name"]
+    if (anew or saved_name != run.optim.name) and state.grid.rank == 0:
         print(
-            f"{checkpoint} was saved with optim.name={_saved_optimizer(manifest)['name']!r}. The "
-            f"states {', '.join(kinds)} of optim.name={run.optim.name!r} start from their initial "
-            "values; weights and all other states continue.",
-            file=sys.stderr,
+            _describe_new_optimizer(checkpoint, saved_name, run.optim.name, anew), file=sys.stderr
         )
     if left and state.grid.rank == 0:
         print(
@@ -320,6 +317,18 @@ def _load_checkpoint(run: RunConfig, state: TrainState, fingerprint: str, checkp
             f"The training state in the manifest of {checkpoint} (counters, random states) cannot "
             f"be restored: {error!r:.200}. Use another checkpoint with checkpoint.resume=PATH."
         ) from None
+
+
+def _describe_new_optimizer(checkpoint: Path, saved: str, name: str, new: Iterable[str]) -> str:
+    """Returns what continues if another optimizer loads a checkpoint; new: names of states."""
+    text = (
+        f"{checkpoint} was saved with optim.name={saved!r}. Weights and all states that "
+        f"optim.name={name!r} also has continue (momentum of muon: first moment of adamw)"
+    )
+    kinds = sorted({state.rpartition(".")[2] for state in new})
+    if kinds:
+        text += f". Its states {', '.join(kinds)} start from their initial values"
+    return f"{text}. Other saved states are not used."
 
 
 def _saved_optimizer(manifest: CheckpointManifest) -> dict[str, Any]:
