@@ -91,7 +91,7 @@ def differences(pool: Pool, degrees: dict[str, int], case: Case) -> list[str]:
     return compare(whole, pool.on_grid(degrees, run_case, case, whole.batch, LR, CLIP))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("degrees", "case"), list_cases())
 def test_a_model_with_streams_equals_one_process(
     pool: Pool, degrees: dict[str, int], case: Case

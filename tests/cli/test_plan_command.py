@@ -147,7 +147,7 @@ def test_a_goal_names_nodes_and_cost(capsys: pytest.CaptureFixture[str]) -> None
     assert "1 node (4 devices), the fewest possible" in capsys.readouterr().out
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -249,7 +249,7 @@ def _nothing(*_: object, **__: object) -> None:
     raise AssertionError("it searched")
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("option", ["--json", "--html"])
 @pytest.mark.parametrize(
     ("name", "reason"),

@@ -198,7 +198,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize(("name", "shape"), cases, ids=ids)
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 def test_every_algorithm_equals_the_plain_result(
     pool: Pool, name: str, shape: tuple[int, int]
 ) -> None:
@@ -214,7 +214,7 @@ def test_large_tensors(pool: Pool, name: str) -> None:
     run(pool, name, 4, 2, seed=3, work=work)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_unequal_parts(pool: Pool, name: str) -> None:
     results = pool.on_grid(
@@ -223,7 +223,7 @@ def test_unequal_parts(pool: Pool, name: str) -> None:
     assert results == [[]] * 4
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_three_in_flight(pool: Pool, name: str) -> None:
     results = pool.on_grid({"row": 4}, check_in_flight, 8, algorithm=name, ranks_per_node=2)

@@ -131,7 +131,7 @@ def make(run: RunConfig, rank: int) -> tuple[Grid, set[Ranks], int]:
     return grid, made, count_peers(run, get_parallel_model(model))
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("kind", "plan"), sample(16), ids=str)
 def test_a_rank_makes_the_listed_communicators(kind: str, plan: dict[str, Any]) -> None:
     run = run_of(kind, **plan)

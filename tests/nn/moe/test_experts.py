@@ -120,7 +120,7 @@ def serial(model: str, steps: int) -> Serial:
     return Serial(model, batch_of(model, samples=16, packed=False), LR, CLIP, steps)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.nccl
 def test_experts_equal_one_process(
     pool: Pool, degrees: dict[str, int], case: Case, request: pytest.FixtureRequest
