@@ -324,6 +324,21 @@ def test_scores_with_exits(pool: Pool) -> None:
     assert stats[0].num_iterated_tokens == sum(len(one) - 1 for one in sequences)
 
 
+@pytest.mark.parametrize("budget", [64, 5])
+def test_scores_are_those_of_one_token_after_the_other(budget: int) -> None:
+    criterion = ExitCriterion.parse("argmax:2")
+    sequences = [[1, 2, 3, 4, 5, 6, 9, 11, 3, 2, 8, 1], [7, 3, 2, 1]]
+    model = RecurrentDecoder(CONFIG).double().eval()
+    model.load_state_dict(serial_model().state_dict())
+    model = parallelize(model, Grid({}), Plan())
+    config = EngineConfig(exit="argmax:2", max_num_batched_tokens=budget, block_size=4)
+    for tokens, found in zip(sequences, score_in_engine(model, sequences, config), strict=True):
+        whole = Restatement(6)
+        rows = [whole.append(token, criterion)[0].log_softmax(-1) for token in tokens[:-1]]
+        want = torch.stack([row[token] for row, token in zip(rows, tokens[1:], strict=True)])
+        torch.testing.assert_close(found.logprobs, want.double(), rtol=1e-12, atol=1e-12)
+
+
 def test_memory_counts_the_stored_iterations() -> None:
     model = parallelize(RecurrentDecoder(CONFIG), Grid({}), Plan())
     sizes = {

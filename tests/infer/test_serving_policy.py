@@ -33,6 +33,7 @@ class FakeSequence:
     home: int = 0
     waits_for_parent: bool = False
     num_prompt_tokens: int = 1000
+    is_scored: bool = False
 
     @property
     def start(self) -> int:
@@ -351,6 +352,9 @@ def test_the_last_generated_token_is_computed_alone_if_asked_for() -> None:
     alone = policy.decode_first(replace(view, decodes_alone=True))
     assert counts(alone) == {"a": 1, "c": 6, "d": 3, "e": 5}
     assert {item.request_id for item in alone.items if item.samples} == {"a", "d"}
+    scored = [replace(prompts[0], is_scored=True), replace(admitted, is_scored=True)]
+    one_by_one = policy.decode_first(replace(view, waiting=scored, decodes_alone=True))
+    assert counts(one_by_one) == {"a": 1, "c": 6, "d": 1, "e": 1}
 
 
 def test_prefill_first_lets_decodes_wait() -> None:

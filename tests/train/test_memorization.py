@@ -196,14 +196,12 @@ def test_from_canaries_to_results(folder: Path, capsys: pytest.CaptureFixture[st
 def test_a_run_that_ends_before_all_reads_says_so(canary_samples: int, is_said: bool) -> None:
     changes = {"data__canaries": "canaries.jsonl", "data__canary_samples": canary_samples}
     notes = canary_notes(run_of("", {}, 4, **changes))
-    assert (
-        notes
-        == [
-            "canaries are placed in data.canary_samples=40 samples, but the run ends after 32: not all "
-            "of their reads happen until it is extended to train.steps=5."
-        ]
-        * is_said
-    )
+    if is_said:
+        (note,) = notes
+        assert "data.canary_samples=40 samples, but the run ends after 32" in note
+        assert note.endswith("until it is extended to train.steps=5.")
+    else:
+        assert notes == []
 
 
 def check_evaluation(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

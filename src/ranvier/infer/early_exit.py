@@ -5,9 +5,9 @@ iteration before (at first, with the uniform distribution). A token whose criter
 state while others continue. Later iterations see it through the keys and values of its last one.
 
 Only tokens that an engine generates, or scores, may exit. The tokens of a prompt have all
-iterations, and a token that is computed again, after a preemption, has as many as before: what is
-generated therefore depends neither on the batch nor on how a prompt is divided into steps. Scores
-do: tokens of one step decide together, each with the states that the tokens before it have so far.
+iterations, and a token that is computed again, after a preemption, has as many as before. Tokens
+that may exit are computed one after the other: a token decides when those before it have decided.
+Results therefore depend neither on the batch nor on how a prompt is divided into steps.
 """
 
 from __future__ import annotations

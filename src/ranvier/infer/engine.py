@@ -372,7 +372,7 @@ class Engine:
             limits: list[int] = []
             if self._has_exits:
                 decided = {*places}
-                is_scored = sequence.request.params.prompt_logprobs is not None
+                is_scored = sequence.is_scored
                 if item.samples and (stop > sequence.num_prompt_tokens or is_scored):
                     decided.add(stop - 1)
                 # A token that is computed again has as many iterations as before.

@@ -64,6 +64,10 @@ class SequenceView(Protocol):
         """Number of tokens of the prompt."""
 
     @property
+    def is_scored(self) -> bool:
+        """Whether log-probabilities of the prompt are wanted."""
+
+    @property
     def age(self) -> tuple[int, int]:
         """Priority and order of arrival; the oldest sequence has the least."""
 
@@ -105,8 +109,8 @@ class SchedulerView:
     in_flight: Collection[str] = ()
     """Ids that cannot be scheduled now, because a step in flight computes them."""
     decodes_alone: bool = False
-    """Whether the last token of a sequence that generates is not computed together with earlier
-    ones, as after a preemption."""
+    """Whether a token whose logits are needed is not computed together with earlier ones: the last
+    token of a sequence that generates, also after a preemption, and tokens of a scored prompt."""
     find_prefix: Callable[[SequenceView], Sequence[PrefixHit]] | None = None
     """Looks up the prefix cache of each home for a waiting sequence; None if there is none. The
     last token is never part of a hit."""
@@ -249,9 +253,11 @@ class _StepBuilder:
     def _count_tokens(self, sequence: SequenceView, start: int, home: int) -> int:
         """Returns how many tokens from `start` on the budget of a home allows."""
         stop = sequence.num_tokens
-        is_generated = stop > sequence.num_prompt_tokens
-        if self.view.decodes_alone and is_generated and start < stop - 1:
-            stop -= 1
+        if self.view.decodes_alone and start < stop - 1:
+            if sequence.is_scored:
+                stop = start + 1
+            elif stop > sequence.num_prompt_tokens:
+                stop -= 1
         return min(stop - start, self.budget[home])
 
     def run_decodes(self, sequences: Sequence[SequenceView], home: int) -> None:

@@ -100,7 +100,8 @@ class EngineStats:
     bytes_read: int = 0
     """Bytes of weights, keys and values that the steps of the first rank had to read."""
     num_iterated_tokens: int = 0
-    """Tokens whose number of iterations an early exit decided, in a model with recurrent depth."""
+    """Tokens with logits in a model with recurrent depth and early exits: those that may exit, and
+    the last one of each prompt, which has all iterations."""
     num_iterations: int = 0
     """Iterations of these tokens."""
 

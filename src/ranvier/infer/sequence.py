@@ -124,9 +124,14 @@ class Sequence:
         return parent.num_computed < parent.num_prompt_tokens
 
     @property
+    def is_scored(self) -> bool:
+        """Whether log-probabilities of the prompt are wanted."""
+        return self.request.params.prompt_logprobs is not None
+
+    @property
     def reads_prefix_cache(self) -> bool:
         """Whether blocks of others are used; log-probabilities of a prompt need all its logits."""
-        return self.request.params.prompt_logprobs is None
+        return not self.is_scored
 
     def append_tokens(self, token_ids: Iterable[int]) -> None:
         """Appends tokens that need no sampling, such as those a grammar leaves no choice for."""
