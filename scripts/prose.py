@@ -54,7 +54,8 @@ PHRASES = {
     "its turn, in turn": r"\bits turn\b",
 }
 """What a phrase is and what replaces it, and how it is found."""
-PATTERNS = {rule: re.compile(pattern, re.IGNORECASE) for rule, pattern in PHRASES.items()}
+PATTERNS = {rule: re.compile(pattern.lower()) for rule, pattern in PHRASES.items()}
+"""For lower-case text, which is searched several times faster than with `re.IGNORECASE`."""
 
 
 TEXT_TOKENS = ("COMMENT", "STRING", "FSTRING_MIDDLE")  # 3.11 reads an f-string as one string
@@ -91,13 +92,14 @@ READERS = {".py": texts_of_python, ".md": texts_of_markdown, ".toml": texts_of_t
 def find_phrases(path: Path) -> Iterator[tuple[int, str, str]]:
     """Yields line number, rule and line for each phrase of a file that should be rewritten."""
     source = path.read_text(encoding="utf-8")
+    lower = source.lower()
     # Most files have none of them, and need not be divided into code and text.
-    found = {rule: pattern for rule, pattern in PATTERNS.items() if pattern.search(source)}
+    found = {rule: pattern for rule, pattern in PATTERNS.items() if pattern.search(lower)}
     if not found:
         return
     for number, line in READERS[path.suffix](source):
         for rule, pattern in found.items():
-            if pattern.search(line):
+            if pattern.search(line.lower()):
                 yield number, rule, line.strip()
 
 

@@ -97,7 +97,7 @@ def wait_for(folder: Path, kind: str, ranks: list[int], seconds: float) -> dict[
     return {rank: (folder / f"{kind}{rank}").read_text() for rank in ranks}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("seed", range(100 // len(NAMES) + 1))
 @pytest.mark.parametrize("how", ["kill", "stop", "raise"])
 @pytest.mark.parametrize("name", NAMES)

@@ -256,7 +256,9 @@ def test_exits_are_those_of_one_token_after_the_other(
     assert tokens != restate()[0]
 
 
-@pytest.mark.parametrize("text", ["kl:0", "kl:0.2", "entropy:0.05", "argmax:3"])
+@pytest.mark.parametrize(
+    "text", [pytest.param("kl:0", marks=FULL), "kl:0.2", "entropy:0.05", "argmax:3"]
+)
 @pytest.mark.parametrize("budget", [pytest.param(1, marks=FULL), 64])
 def test_all_criteria_equal_their_definitions(pool: Pool, text: str, budget: int) -> None:
     options = {"exit": text, "max_num_batched_tokens": budget}
@@ -324,7 +326,7 @@ def test_scores_with_exits(pool: Pool) -> None:
     assert stats[0].num_iterated_tokens == sum(len(one) - 1 for one in sequences)
 
 
-@pytest.mark.parametrize("budget", [64, 5])
+@pytest.mark.parametrize("budget", [pytest.param(64, marks=FULL), 5])
 def test_scores_are_those_of_one_token_after_the_other(budget: int) -> None:
     criterion = ExitCriterion.parse("argmax:2")
     sequences = [[1, 2, 3, 4, 5, 6, 9, 11, 3, 2, 8, 1], [7, 3, 2, 1]]

@@ -81,7 +81,7 @@ def test_a_rank_killed_between_the_last_save_and_the_report(tmp_path: Path) -> N
     assert (run / "report.html").exists() and "Report:" in out
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize(("kill", "begins"), [*zip(KILLS, (4, 0), strict=True)], ids=KILLS)
 def test_a_killed_rank_changes_no_loss(ends: dict[str, End], kill: str, begins: int) -> None:
     """The directory is one that nobody asked for: the second attempt finds it."""
