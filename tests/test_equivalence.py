@@ -120,7 +120,7 @@ def test_the_whole_product_has_every_grid_and_every_option() -> None:
         assert {getattr(case, name) for _, case in found} == {*OPTIONS[name]}, name
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(5)
 def test_model_equals_one_process(
     pool: Pool, degrees: dict[str, int], case: Case, request: pytest.FixtureRequest
 ) -> None:

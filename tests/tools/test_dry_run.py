@@ -188,7 +188,7 @@ CONTEXT: list[dict[str, object]] = [
 ]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("number", range(len(CONTEXT)))
 def test_predicted_bytes_over_context_are_what_a_rank_sends(number: int) -> None:
     """Ranks of context send different numbers of keys; layers with a window send halos."""
