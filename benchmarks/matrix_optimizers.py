@@ -2,7 +2,7 @@
 
     python benchmarks/matrix_optimizers.py              both claims, on a GPU if there is one
     python benchmarks/matrix_optimizers.py muon         one of them
-    python benchmarks/matrix_optimizers.py --device cpu  on a CPU (40 minutes on two cores)
+    python benchmarks/matrix_optimizers.py --device cpu  on a CPU (two cores: 14 minutes for 8 runs)
     python benchmarks/matrix_optimizers.py --tiny       a few steps, as a check
 
 muon: AdamW trains the default job (model `tiny`) for 300 steps. Muon has 0.8 times as many steps,

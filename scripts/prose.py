@@ -55,7 +55,7 @@ PHRASES = {
 }
 """What a phrase is and what replaces it, and how it is found."""
 PATTERNS = {rule: re.compile(pattern.lower()) for rule, pattern in PHRASES.items()}
-"""For lower-case text, which is searched several times faster than with `re.IGNORECASE`."""
+"""For lower-case text, which is searched faster than with `re.IGNORECASE`."""
 
 
 TEXT_TOKENS = ("COMMENT", "STRING", "FSTRING_MIDDLE")  # 3.11 reads an f-string as one string

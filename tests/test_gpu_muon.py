@@ -73,9 +73,9 @@ def test_other_tiles() -> None:
     assert relative(found, kernels.symmetric_product(x)) < 1e-3
 
 
-@pytest.mark.parametrize("size", [1155, 1160])
+@pytest.mark.parametrize("size", [2051, 2056])
 def test_rows_that_cannot_be_copied_have_plain_products(size: int) -> None:
-    x = random_matrices(2, size, 1336)
+    x = random_matrices(2, size, 2104)
     assert muon._can_multiply_symmetric(x) == (size % 8 == 0)
     assert not muon._can_multiply_symmetric(x.float())
     want = torch.stack([one_by_one(one) for one in x])

@@ -272,6 +272,7 @@ def _load_checkpoint(run: RunConfig, state: TrainState, fingerprint: str, checkp
     _check_weight_names(run, state.parallel, manifest, checkpoint)
     left: list[str] = []
     anew: ShardedStateDict = {}
+    kept: set[str] = set()
     random: ShardedStateDict = {}
     for part in state_parts(state):
         new = _take_new_states(run, part, manifest)
@@ -293,10 +294,12 @@ def _load_checkpoint(run: RunConfig, state: TrainState, fingerprint: str, checkp
             )
         _start_second_moments(part, new)
         anew |= new
+        kept |= part.keys()
     saved_name = _saved_optimizer(manifest)["name"]
     if (anew or saved_name != run.optim.name) and state.grid.rank == 0:
         print(
-            _describe_new_optimizer(checkpoint, saved_name, run.optim.name, anew), file=sys.stderr
+            _describe_new_optimizer(checkpoint, saved_name, run.optim.name, kept, anew),
+            file=sys.stderr,
         )
     if left and state.grid.rank == 0:
         print(
@@ -319,15 +322,23 @@ def _load_checkpoint(run: RunConfig, state: TrainState, fingerprint: str, checkp
         ) from None
 
 
-def _describe_new_optimizer(checkpoint: Path, saved: str, name: str, new: Iterable[str]) -> str:
-    """Returns what continues if another optimizer loads a checkpoint; new: names of states."""
-    text = (
-        f"{checkpoint} was saved with optim.name={saved!r}. Weights and all states that "
-        f"optim.name={name!r} also has continue (momentum of muon: first moment of adamw)"
+def _describe_new_optimizer(
+    checkpoint: Path, saved: str, name: str, kept: Iterable[str], new: Iterable[str]
+) -> str:
+    """Returns what continues if another optimizer loads a checkpoint.
+
+    kept, new: names of the tensors that were loaded, and of the states that were not saved.
+    """
+    kinds = (*STATE_KINDS, *SIDES)
+    kept_kinds, new_kinds = (
+        sorted({one.rpartition(".")[2] for one in names}.intersection(kinds))
+        for names in (kept, new)
     )
-    kinds = sorted({state.rpartition(".")[2] for state in new})
-    if kinds:
-        text += f". Its states {', '.join(kinds)} start from their initial values"
+    text = f"{checkpoint} was saved with optim.name={saved!r}. Weights continue"
+    if kept_kinds:
+        text += f", and the states {', '.join(kept_kinds)} where optim.name={name!r} has them"
+    if new_kinds:
+        text += f". Its states {', '.join(new_kinds)} start from their initial values"
     return f"{text}. Other saved states are not used."
 
 
