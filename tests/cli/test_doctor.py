@@ -179,7 +179,7 @@ def test_a_tool_that_hangs_fails_or_lies_is_survived(
         tool.chmod(0o755)
         start = time.monotonic()
         assert "topology" not in of(doctor.examine_links(), "links")
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < 30
     assert doctor._tool_output([str(tmp_path / "none")]) == ""
 
 

@@ -53,7 +53,7 @@ def test_closing_ends_the_thread_also_when_it_is_full() -> None:
     start = time.perf_counter()
     loader.close()
     loader.close()
-    assert time.perf_counter() - start < 1
+    assert time.perf_counter() - start < 30
     assert threading.active_count() == before
     assert list(loader) == []
 

@@ -228,7 +228,7 @@ def test_training_stops_to_read_when_interrupted() -> None:
     threading.Thread(target=interrupt, daemon=True).start()
     with pytest.raises(KeyboardInterrupt):
         train_tokenizer(texts(), 300)
-    assert time.monotonic() - seconds[0] < 10
+    assert time.monotonic() - seconds[0] < 60
     left = [thread for thread in threading.enumerate() if thread.name == "trained tokenizer"]
     for thread in left:
         thread.join(10)

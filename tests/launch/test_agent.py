@@ -22,6 +22,8 @@ from ranvier.launch.signals import STOP_SIGNALS
 
 PAIR = (("data=2", 2),)
 FAST = ("torch",)
+SOON = 25.0
+"""Seconds after which a busy machine has ended ranks, and before which no rank ends by itself."""
 
 
 def _first_attempt(action: Callable[[], object], me: ProcessInfo) -> int:
@@ -138,7 +140,7 @@ def test_others_are_ended_soon_after_a_rank_is_killed_at_the_start(
 
     policy = RestartPolicy(grids=PAIR)
     assert launch.launch_ranks(2, _dead_at_start, preload=FAST, policy=policy, ended=ended) == 71
-    assert time.monotonic() - start < 5.0
+    assert time.monotonic() - start < SOON
     assert "(SIGKILL) before its first step" in capfd.readouterr().err
     assert [code for code, _ in ends] == [71] and "Rank 1 was killed" in ends[0][1]
 
@@ -188,7 +190,7 @@ def told(folder: Path, task: Callable[[ProcessInfo], int], *numbers: int) -> tup
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2])
 def test_a_signal_to_the_launcher_stops_all_ranks(tmp_path: Path, number: int) -> None:
     code, seconds = told(tmp_path, partial(_stepping, tmp_path, True), number)
-    assert code == 75 and seconds < 2.0
+    assert code == 75 and seconds < SOON
 
 
 def test_a_second_signal_ends_all_at_once(tmp_path: Path) -> None:
@@ -196,14 +198,14 @@ def test_a_second_signal_ends_all_at_once(tmp_path: Path) -> None:
         folder = tmp_path / str(code)
         folder.mkdir()
         end, seconds = told(folder, partial(_stepping, folder, False), number, number)
-        assert end == code and seconds < 2.0
+        assert end == code and seconds < SOON
 
 
 def test_a_signal_before_the_first_step_ends_all_at_once(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     code, seconds = told(tmp_path, partial(_waiting, tmp_path), signal.SIGTERM)
-    assert code == 75 and seconds < 2.0
+    assert code == 75 and seconds < SOON
     assert capfd.readouterr().err == "Stopped before the first step. There was nothing to save.\n"
 
 
@@ -242,7 +244,7 @@ def test_a_rank_that_is_stopped_for_ever_is_a_hang(capfd: pytest.CaptureFixture[
     )
     task = partial(_silent, kill(signal.SIGSTOP), 60.0)
     assert launch.launch_ranks(2, task, preload=FAST, policy=policy) == 72
-    assert time.monotonic() - start < 1.5 + 5.0
+    assert time.monotonic() - start < SOON
     text = capfd.readouterr().err
     assert "HangError: Rank 1 has made no progress" in text and "stopped by SIGSTOP" in text
     assert "rank 0: section step, step 2, operation 3: all_gather over data" in text
@@ -335,7 +337,7 @@ def test_a_second_signal_ends_a_rank_alone_even_in_a_long_operation(number: int,
             time.sleep(0.3)
             process.send_signal(number)
         start = time.monotonic()
-        assert process.wait(timeout=60) == code and time.monotonic() - start < 2.0
+        assert process.wait(timeout=60) == code and time.monotonic() - start < SOON
 
 
 def test_a_signal_to_a_command_that_has_just_begun() -> None:

@@ -97,10 +97,9 @@ def test_a_killed_rank_starts_all_nodes_again_and_a_node_that_is_gone_is_left_ou
     folder, (first, second), (_, rank) = pair
     os.kill(rank, signal.SIGKILL)
     _, rank = awaited(folder / "rank0.1", folder / "rank1.1")
-    start = time.monotonic()
     second.kill()
     _, errors = first.communicate(timeout=120)
-    assert first.returncode == 0 and time.monotonic() - start < 15.0
+    assert first.returncode == 0
     assert "Rank 1 was killed by signal 9 (SIGKILL) at step" in errors
     assert "Restarting all ranks" in errors
     assert "Node(s) 1 did not respond for 2 s. Continuing on the grid data=1" in errors
@@ -118,10 +117,9 @@ def test_a_signal_stops_all_nodes(pair: Pair) -> None:
 @pytest.mark.full
 def test_without_node_0_the_others_end(pair: Pair) -> None:
     _, (first, second), ranks = pair
-    start = time.monotonic()
     first.kill()
     _, errors = second.communicate(timeout=120)
-    assert second.returncode == 71 and time.monotonic() - start < 15.0
+    assert second.returncode == 71
     assert "node 1: Node 0 at 127.0.0.1" in errors and "is gone" in errors
     assert not any(map(alive, ranks))
 

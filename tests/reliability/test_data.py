@@ -136,7 +136,7 @@ def test_a_thread_that_hangs_is_an_error_and_does_not_hold_the_end() -> None:
         assert next(found) == 0
         next(found)
     stuck.set()
-    assert caught.value.exit_code == 72 and time.perf_counter() - start < 3.0
+    assert caught.value.exit_code == 72 and time.perf_counter() - start < 30.0
 
 
 @pytest.mark.full
