@@ -151,7 +151,7 @@ def alone(runs: dict[str, Path]) -> dict[str, list[Any]]:
 
 
 @pytest.mark.nccl
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("degrees", "inner", "layout"), GRIDS)
 def test_a_mixed_batch_gives_each_request_what_its_adapter_gives_alone(
     pool: Pool,

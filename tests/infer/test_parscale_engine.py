@@ -109,7 +109,7 @@ def expected(model: str) -> tuple[list[list[int]], list[list[float]]]:
     return tokens, logprobs
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("model", "degrees", "inner"), CASES, ids=str)
 def test_tokens_are_those_of_the_full_forward_pass(
     pool: Pool, model: str, degrees: dict[str, int], inner: str
