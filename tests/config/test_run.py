@@ -146,3 +146,16 @@ def test_bounds_of_a_setting_stand_at_its_field() -> None:
 
 def test_every_default_is_within_its_bounds() -> None:
     assert not [*RunConfig()._number_problems()]
+
+
+def test_every_fraction_suggests_a_value() -> None:
+    """An error message says "Use ..." with it."""
+    run = RunConfig()
+    sections = [getattr(run, field.name) for field in dataclasses.fields(run)]
+    missing = [
+        f"{type(section).__name__}.{field.name}"
+        for section in sections
+        for field in dataclasses.fields(section)
+        if setting_info(field).is_fraction and setting_info(field).usual is None
+    ]
+    assert missing == []

@@ -16,6 +16,8 @@ from ranvier.errors import PlanError
 from ranvier.infer.load import find_checkpoint, load_config_from_dir
 from ranvier.models import Decoder, DecoderConfig
 from ranvier.tools.upcycle import mixture_config, upcycle_model
+from ranvier.tools.upcycle_ladder import upcycle_to_ladder
+from ranvier.tools.upcycle_streams import upcycle_to_streams
 from ranvier.train.import_export import export_model, import_model
 
 
@@ -25,7 +27,9 @@ def logits(run: Path) -> Tensor:
     model, source = Decoder(config).eval(), open_checkpoint(find_checkpoint(run, None))
     with torch.no_grad():
         for name, param in model.named_parameters():
-            param.copy_(source.read_tensors([f"{name}.master"])[f"{name}.master"])
+            (value,) = source.read_tensors([f"{name}.master"]).values()
+            # Packed dims are unpacked in a checkpoint.
+            param.copy_(value.reshape_as(param))
         found: Tensor = model(tokens())
     return found
 
@@ -64,6 +68,20 @@ def test_it_says_what_the_dense_model_says(
         back = AutoModelForCausalLM.from_pretrained(tmp_path / "theirs").eval()
         with torch.no_grad():
             assert torch.allclose(back(tokens()).logits, want, atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", ["streams", "ladder"])
+def test_a_model_with_streams_or_a_ladder_can_be_upcycled(
+    tmp_path: Path, dense: Path, kind: str
+) -> None:
+    run = tmp_path / "run"
+    if kind == "streams":
+        upcycle_to_streams(str(dense), run, streams=3)
+    else:
+        upcycle_to_ladder(str(dense), run, ladder_layers=1)
+    upcycle_model(str(run), tmp_path / "moe", experts=4)
+    want = logits(run)
+    assert torch.allclose(logits(tmp_path / "moe"), want, rtol=0.0, atol=1e-5 * want.abs().max())
 
 
 def test_without_normalisation_it_would_not(dense: Path, tmp_path: Path) -> None:

@@ -250,7 +250,7 @@ class ParScaleConfig:
     are averaged before the head with learned weights (ParScale); 0 or 1 disables it."""
     parscale_prefix_tokens: int = setting(48, minimum=1, maximum=2**16, unit="tokens")
     """Number of learned keys and values that the tokens of a stream attend to in each layer."""
-    parscale_smoothing: float = setting(0.01, fraction=True)
+    parscale_smoothing: float = setting(0.01, fraction=True, usual=0.01)
     """Part of the weights of streams that is equal for all of them, so that all streams are
     trained."""
 

@@ -87,7 +87,7 @@ class UpcycledWeights:
             return
         whole = self.dense.read_tensor(origin)
         # Neither experts nor hidden units: copied unchanged.
-        if (len(shape) == 2 and ".mlp." not in name) or len(shape) == 1:
+        if ".mlp." not in name or len(shape) == 1:
             yield 0, whole
             return
         # The dim of hidden units: inputs of `down`, outputs of all others.
@@ -108,7 +108,8 @@ class UpcycledWeights:
         """Returns the name of the dense tensor that a tensor is made from; empty if it is new."""
         if ".mlp.router." in name:
             return ""
-        if len(self.shapes[name]) == 3:
+        # The average of streams also has three dims.
+        if ".mlp." in name and len(self.shapes[name]) == 3:
             block, _, layer = name.rpartition(".mlp.")
             # A gated MLP has its up and gate projections below `enter`, a plain one does not.
             gated = f"{block}.mlp.enter.gate.weight" in self._dense_shapes

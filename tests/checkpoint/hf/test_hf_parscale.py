@@ -20,6 +20,8 @@ from ranvier.checkpoint.hf.model import PublishedModel
 from ranvier.grid import Grid
 from ranvier.infer.load import load_model
 from ranvier.models import Decoder
+from ranvier.models.hf.family import parameter_shapes
+from ranvier.models.hf.registry import find_family
 
 CONFIG: dict[str, Any] = {
     "model_type": "qwen2_parscale",
@@ -183,6 +185,14 @@ def test_an_imported_run_loads_on_a_grid(pool: Pool, tmp_path: Path) -> None:
     want = restate(random_weights(), TOKENS)
     for logits in pool.on_grid({"row": 2, "col": 2}, logits_on, str(run)):
         assert worst("logits", logits, want, 1e-12) == []
+
+
+@pytest.mark.parametrize("prefix_tokens", [0, 48])
+def test_a_model_with_one_stream_is_dense(prefix_tokens: int) -> None:
+    table = {**CONFIG, "parscale_n": 1, "parscale_n_tokens": prefix_tokens}
+    config = find_family("qwen2_parscale").config_from_hf(table)
+    assert config.streams == 1 and config.find_problems() == []
+    assert not [name for name in parameter_shapes(config) if "prefix" in name]
 
 
 @pytest.mark.parametrize(

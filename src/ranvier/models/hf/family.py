@@ -450,12 +450,13 @@ class Family:
         self, theirs: HFConfig, ours: HFConfig, problems: list[str]
     ) -> dict[str, Any]:
         """Returns the settings of the streams of a sample (ParScale)."""
-        found: dict[str, Any] = {}
-        for name in ("parscale_streams", "parscale_prefix_tokens"):
-            found[name] = read_size(theirs, self._hf_key(name), name, problems)
-        # A model with one stream is dense.
-        if found["parscale_streams"] == 1:
-            found["parscale_streams"] = 0
+        names = ("parscale_streams", "parscale_prefix_tokens", "parscale_smoothing")
+        if theirs.get(self._hf_key("parscale_streams")) == 1:
+            # A model with one stream is dense; its prefix may have no tokens.
+            return {name: getattr(DecoderConfig, name) for name in names}
+        found: dict[str, Any] = {
+            name: read_size(theirs, self._hf_key(name), name, problems) for name in names[:2]
+        }
         key = self._hf_key("parscale_smoothing")
         found["parscale_smoothing"] = _read_nonnegative(ours["parscale_smoothing"], key, problems)
         if found["parscale_smoothing"] >= 1.0:
