@@ -69,6 +69,9 @@ def test_the_commands_know_it(ladder: Path, capsys: pytest.CaptureFixture[str]) 
     capsys.readouterr()
     assert call("export", str(ladder), "--output", str(ladder.parent / "theirs")) != 0
     assert "residual='ladder'. No architecture of Hugging Face" in capsys.readouterr().err
+    words = ("--ladder-layers", "2", "--output", str(ladder.parent / "again"))
+    assert call("upcycle", str(ladder.parent / "tiny"), *words) == 0
+    assert "The held-out loss is not known, as a published model" in capsys.readouterr().out
     assert call("upcycle", str(ladder), "--experts", "4", "--ladder-layers", "1") != 0
     assert "--experts 4 and --ladder-layers 1" in capsys.readouterr().err
 

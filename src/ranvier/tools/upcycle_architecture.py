@@ -42,7 +42,9 @@ def upcycle_architecture(
             )
             config = change(model.config)
             _write_run(model.folder, out, add_weights(config, model), run, config)
-        return config, []
+        return config, [
+            "The held-out loss is not known, as a published model has no data of a run."
+        ]
     run = load_config_from_dir(path)
     config = change(run.decoder)
     chosen = None if step < 0 else step
