@@ -293,7 +293,7 @@ class OptimConfig:
     """Decay rate of the second moment of AdamW."""
     eps: float = setting(1e-8, minimum=1e-30)
     """Term added to the square root of the second moment of AdamW."""
-    momentum: float | None = setting(None, fraction=True)
+    momentum: float | None = setting(None, fraction=True, usual=0.9)
     """Decay rate of the momentum of muon (default 0.95), jorge and sgd (0.9)."""
     muon_nesterov: bool = True
     """Whether muon orthogonalizes the Nesterov momentum."""
