@@ -168,9 +168,9 @@ def test_what_a_rule_does_not_support_is_refused(rule: str) -> None:
         queue = get_parallel_model(Case(model).on(Grid({}))).bucket_scheduler
         return Optimizer(queue, rule=RULES[rule], **options)
 
-    with pytest.raises(PlanError, match="moments='int8' .* Only .* Use moments='bf16'"):
+    with pytest.raises(PlanError, match=r"moments='int8' .* Only .* Use moments='bf16'"):
         build("deep", moments="int8")
-    with pytest.raises(PlanError, match="without trainable hidden matrices.* Use rule=None"):
+    with pytest.raises(PlanError, match=r"without trainable hidden matrices.* Use rule=None"):
         build("adapted")
-    with pytest.raises(PlanError, match="Pruned weights .* Use rule=None"):
+    with pytest.raises(PlanError, match=r"Pruned weights .* Use rule=None"):
         build("deep").prune_weights(lambda *_: None)

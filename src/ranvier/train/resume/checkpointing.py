@@ -367,7 +367,7 @@ def _take_new_states(
     kinds = (*STATE_KINDS, *SIDES)
     names = [name for name in part if name.rpartition(".")[2] in kinds]
     entries = manifest.tensors
-    sizes = saved["max_preconditioner_dim"], run.optim.max_preconditioner_dim
+    sizes: tuple[int, int] = saved["max_preconditioner_dim"], run.optim.max_preconditioner_dim
 
     def is_saved(name: str) -> bool:
         if name not in entries or entries[name].shape != part[name][1].global_shape:
