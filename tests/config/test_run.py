@@ -37,6 +37,7 @@ def test_a_saved_run_is_the_run() -> None:
         ("[plan]\nrow = true", "plan.row=True is invalid"),
         ("[plan]\ncol_splits = 'both'", "one of 'samples', 'features'"),
         ("[plan]\noverlap = 'dx'", "is not a list"),
+        ("[optim]\nmuon_coefficients = [1.0, 2.0]", "has 2 values. It must have 3"),
         ("[optim]\nlr = 'high'", "must be a number"),
         ("[modle]\nsize = 'tiny'", "modle is not a section. Did you mean 'model'?"),
         ("plan = 3", "plan=3 is not a table"),

@@ -14,6 +14,7 @@ import torch
 
 from equivalence import Case, Serial, batch_of, compare, copied, micros_of, reload, run_case
 from pool import Pool
+from ranvier.errors import PlanError
 from ranvier.grid import Grid
 from ranvier.optim.optimizer import Optimizer
 from ranvier.optim.rules import Jorge, Muon, Rule, Sgd
@@ -157,3 +158,19 @@ def skipped_update(grid: Grid, rule: Rule, reason: str) -> list[str]:
 @pytest.mark.parametrize("rule", ["muon", "jorge", "sgd"])
 def test_a_skipped_step_changes_nothing(pool: Pool, rule: str, reason: str) -> None:
     assert pool.on_grid({"row": 2}, skipped_update, RULES[rule], reason) == [[], []]
+
+
+@pytest.mark.parametrize("rule", ["muon", "jorge"])
+def test_what_a_rule_does_not_support_is_refused(rule: str) -> None:
+    """In one's own training loop; a run is refused by its settings."""
+
+    def build(model: str, **options: Any) -> Optimizer:
+        queue = get_parallel_model(Case(model).on(Grid({}))).bucket_scheduler
+        return Optimizer(queue, rule=RULES[rule], **options)
+
+    with pytest.raises(PlanError, match=r"moments='int8' .* Only .* Use moments='bf16'"):
+        build("deep", moments="int8")
+    with pytest.raises(PlanError, match=r"without trainable hidden matrices.* Use rule=None"):
+        build("adapted")
+    with pytest.raises(PlanError, match=r"Pruned weights .* Use rule=None"):
+        build("deep").prune_weights(lambda *_: None)

@@ -94,8 +94,12 @@ def test_round_robin_would_not_be_balanced() -> None:
     assert max(loads) > 1.15 * sum(loads) / 64
 
 
-@pytest.mark.parametrize("rule", [MuonCost(2), JorgeCost(4, 32)], ids=lambda rule: rule.itemsize)
-@pytest.mark.parametrize("degrees", [{"data": 3}, {"row": 2, "depth": 3}, {"data": 64}], ids=str)
+@pytest.mark.parametrize(
+    "rule", [MuonCost(2), JorgeCost(4, 32), JorgeCost(4, 256)], ids=["muon", "tiles", "large tiles"]
+)
+@pytest.mark.parametrize(
+    "degrees", [{"data": 3}, {"row": 2, "depth": 3}, {"data": 20}, {"data": 64}], ids=str
+)
 def test_the_load_is_that_of_the_owners(rule: MatrixRuleCost, degrees: dict[str, int]) -> None:
     model = model_spec.dense_decoder(**SMALL)
     plan = make_plan(degrees)
@@ -111,7 +115,7 @@ def test_the_load_is_that_of_the_owners(rule: MatrixRuleCost, degrees: dict[str,
     assert load.mean_flops == pytest.approx(sum(owners.loads) / owners.num_ranks)
     assert (load.max_elements, load.max_owner_states) == (max(sizes), max(states))
     assert load.num_elements == sum(sizes) == count_matrix_elements(model, stage)
-    assert rule.has_owner_states or load.num_idle == owners.num_idle
+    assert load.num_idle == owners.num_idle
 
 
 def test_the_closed_form_of_the_exchange_is_the_mean_of_all_ranks() -> None:

@@ -359,6 +359,12 @@ def _check_type(value: Any, kind: Any, path: str) -> Any:
             raise PlanError(
                 f"{path}={value!r} is not a list. Write {path} = [{_format_toml_value(value)}]."
             )
+        length = len(typing.get_args(kind))
+        if Ellipsis not in typing.get_args(kind) and len(value) != length:
+            raise PlanError(
+                f"{path}={value!r} has {len(value)} values. It must have {length}. Write a list of "
+                f"{length} values."
+            )
         return tuple(_check_type(one, inner, path) for one in value)
     elif kind is float:
         # TOML distinguishes 1 from 1.0; both are accepted here.

@@ -86,6 +86,8 @@ class MatrixUpdate:
         the other."""
         self._side_views: dict[Side, dict[int, Tensor]] = {}
         """Preconditioners by side and number of the tile, as views `[size, size]`."""
+        self.has_new_sides = False
+        """Whether preconditioners begin anew after some updates, so that the next is due."""
         for side in self._side_names:
             self._allocate_sides(side)
 
@@ -178,9 +180,11 @@ class MatrixUpdate:
             stacks = self.exchange.gather_matrices(flats)
             # The host waits for the number of updates, so it is read only if it decides.
             interval = self.rule.precondition_interval
-            due = interval == 1 or updates() % interval == 0
+            due = interval == 1 or self.has_new_sides or updates() % interval == 0
             for stack in stacks:
                 self._precondition(self.rule, stack, now, due=due)
+            if self.has_new_sides:
+                self.has_new_sides = not bool(now.should_update)
             self.exchange.scatter_matrices(stacks, flats)
             run_pass(_as_work(flats), self._jorge_momentum_rule(self.rule), False)
             self._graft(self.rule, flats, states)

@@ -24,6 +24,7 @@ from ranvier.buckets.spec import ParamGroup
 from ranvier.comm import collectives
 from ranvier.comm.accumulator import Pieces
 from ranvier.comm.streams import wait_for_event
+from ranvier.errors import PlanError
 from ranvier.grid import Grid
 from ranvier.optim import fused_adamw, pruning, sgd
 from ranvier.optim.adamw import UpdateScalars
@@ -42,7 +43,7 @@ from ranvier.optim.pruning import MaskFunction
 from ranvier.optim.rules import Jorge, Muon, Rule, Sgd
 from ranvier.optim.state_store import StateStore, StateTensors, UpdateRule, UpdateRules
 from ranvier.optim.state_tiles import StatePlacement, Tile
-from ranvier.sharding import ShardedStateDict
+from ranvier.sharding import MATRIX_DIMS, ShardedStateDict
 
 STATE_KINDS = ("mean", "square", "momentum", "preconditioned")
 """States of a weight under any rule, in addition to its master weight."""
@@ -139,6 +140,7 @@ class Optimizer:
         device = queue.device
         self.moment_kind, self.state_placement = moments, home or StatePlacement()
         self.rule, self.adamw_factor = rule, adamw_factor
+        self._check_rule()
         self.state_store = self._build_store()
         """Master weights and moments."""
         self._exported_states: dict[Bucket, StateTensors] = {}
@@ -162,6 +164,33 @@ class Optimizer:
         can finish."""
         self.vote_results = torch.zeros(0, dtype=torch.bool, device=device)
         """Which votes at least one rank has cast in the last step."""
+
+    def _check_rule(self) -> None:
+        """Raises if the rule does not support the moments or the weights."""
+        name = type(self.rule).__name__
+        if self.rule is not None and self.moment_kind == "int8":
+            raise PlanError(
+                f"moments='int8' with the rule {name}. Only the moments of AdamW can have 8 bits. "
+                "Use moments='bf16' or 'master'."
+            )
+        if not isinstance(self.rule, Muon | Jorge):
+            return
+        if any(bucket.sparsity_mask is not None for bucket in self.buckets):
+            self._refuse_pruning()
+        # A stage may have none, but a model must have some.
+        has_matrices = any(bucket.spec.has_matrices for bucket in self.buckets)
+        if not has_matrices and self.grid.degrees["pipe"] == 1:
+            raise PlanError(
+                f"The rule {name} for a model without trainable hidden matrices. It updates "
+                f"matrices between features ({', '.join(sorted(MATRIX_DIMS))}), and AdamW all "
+                "other weights. Use rule=None."
+            )
+
+    def _refuse_pruning(self) -> None:
+        raise PlanError(
+            f"Pruned weights with the rule {type(self.rule).__name__}. The update of a whole "
+            "matrix is not zero where the matrix is pruned. Use rule=None, or prune nothing."
+        )
 
     def _build_store(self) -> StateStore:
         kinds = {
@@ -692,6 +721,8 @@ class Optimizer:
             choice: Returns the mask of each weight.
             keep: Whether to keep the states of the remaining elements; otherwise they are reset.
         """
+        if isinstance(self.rule, Muon | Jorge):
+            self._refuse_pruning()
         if self.before_update is not None:
             self.before_update()
         self.bucket_scheduler.wait_for_updates()

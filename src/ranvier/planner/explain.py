@@ -291,10 +291,11 @@ def _explain_matrix_update(result: SearchResult) -> Iterator[str]:
     loads = [stage_matrix_load(job.model, one, ranks, rule) for one in stages]
     load = max(loads, key=lambda one: (one.num_idle, one.max_flops))
     if load.num_idle:
+        what = "tiles" if rule.tile_size else "whole matrices"
         busy, even = (matrix_seconds(device, load, rule, mean=mean) for mean in (False, True))
         yield (
             f"{load.num_idle:,} of {ranks:,} ranks of a stage are idle in the update of "
-            f"{load.num_owned:,} whole matrices ({job.optimizer.name}), each of which one rank "
+            f"{load.num_owned:,} {what} ({job.optimizer.name}), each of which one rank "
             f"updates. It takes {format_seconds(busy)} per step instead of {format_seconds(even)}, "
             f"{format_percent((busy - even) / result.best.prediction.step_seconds)} of the step."
         )

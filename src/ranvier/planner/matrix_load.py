@@ -35,6 +35,8 @@ class MatrixLoad:
     """Elements of all hidden matrices of the stage."""
     num_owned: int
     """Number of matrices or tiles."""
+    num_idle: int
+    """Number of ranks that own nothing."""
     total_flops: float
     max_flops: float
     """FLOPs of the busiest rank."""
@@ -44,11 +46,6 @@ class MatrixLoad:
     """Elements of the states that only owners have, on the rank with most of them."""
     max_temporaries: int
     """Elements of the matrices of a rank and of the temporary tensors of their update."""
-
-    @property
-    def num_idle(self) -> int:
-        """Number of ranks that own nothing."""
-        return max(self.num_ranks - self.num_owned, 0)
 
     @property
     def mean_flops(self) -> float:
@@ -103,6 +100,7 @@ def stage_matrix_load(
         # So many are balanced up to the last one.
         owned = [Counter({shape: -(-n // num_ranks) for shape, n in shapes.items()})]
         loads = [total / num_ranks + max(costs.values())]
+        num_idle = max(num_ranks - shapes.total(), 0)
     else:
         order = [*_owned_in_order(model, stage, rule.tile_size)]
         owned = [Counter[Shape]() for _ in range(num_ranks)]
@@ -112,10 +110,12 @@ def stage_matrix_load(
         ):
             owned[owner][shape] += 1
             loads[owner] += costs[shape]
+        num_idle = sum(not one for one in owned)
     return MatrixLoad(
         num_ranks,
         _num_elements(shapes),
         shapes.total(),
+        num_idle,
         total,
         max(loads),
         max(map(_num_elements, owned)),

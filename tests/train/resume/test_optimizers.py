@@ -6,10 +6,14 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from commands import SMALL_OPTIONS, call, losses, metrics
 from ranvier.checkpoint import manifest as manifests
 from ranvier.checkpoint.directory import find_checkpoints
+from ranvier.checkpoint.load import load_full_tensors
+from ranvier.optim import jorge
+from ranvier.optim.matrix_update import SIDES
 
 FAST = [*SMALL_OPTIONS, "--nproc", "1", "--model.layers", "1"]
 # The same learning rates whatever the number of steps.
@@ -93,3 +97,23 @@ def test_a_learning_rate_is_kept_only_if_it_suits(
     assert call("train", "run", "--optim.name", after, "--train.steps", "3") == 0
     rates = [row["lr"] for row in metrics(Path("run"))]
     assert rates[:2] == [0.07, 0.07] and (rates[2] == 0.07) == kept and rates[2] < 0.08
+
+
+def test_other_tiles_begin_anew_with_their_first_gradient(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Tiles of 8 have as many elements in all as whole matrices, in another order."""
+    monkeypatch.chdir(tmp_path)
+    # All weights have at most 48 rows or columns, so that tiles of 64 and 128 are whole matrices.
+    for size, interval, steps in ((128, 1, 1), (64, 1, 2), (8, 10, 3)):
+        options = ["--optim.max-preconditioner-dim", str(size)]
+        options += ["--optim.precondition-interval", str(interval)]
+        assert call("train", *FAST, "--optim.name", "jorge", *options, *LAST, str(steps)) == 0
+        said = capsys.readouterr().err
+        assert ("Its states left, right start from" in said) == (size < 64), size
+    assert "was saved with optim.max_preconditioner_dim=64" in said
+    checkpoint = find_checkpoints(Path("run") / "checkpoints")[-1]
+    first = jorge.initial_side(1, 8, like=torch.zeros(()))
+    for side in SIDES:
+        tiles = load_full_tensors(checkpoint, side)[WEIGHT].view(-1, 8, 8)
+        assert torch.equal(tiles, tiles.mT) and (tiles != first).flatten(1).any(1).all()

@@ -23,6 +23,7 @@ from ranvier.checkpoint.hf.model import PublishedModel
 from ranvier.checkpoint.manifest import CheckpointManifest
 from ranvier.comm.consensus import broadcast_first_error, run_and_raise_together
 from ranvier.config.run import SETTINGS_FORMAT, RunConfig, check_settings_format
+from ranvier.config.sections import OptimConfig
 from ranvier.errors import CheckpointError, DamageError, DataError, WriteError
 from ranvier.grid import Grid
 from ranvier.optim.matrix_update import SIDES
@@ -295,12 +296,11 @@ def _load_checkpoint(run: RunConfig, state: TrainState, fingerprint: str, checkp
         _start_second_moments(part, new)
         anew |= new
         kept |= part.keys()
-    saved_name = _saved_optimizer(manifest)["name"]
-    if (anew or saved_name != run.optim.name) and state.grid.rank == 0:
-        print(
-            _describe_new_optimizer(checkpoint, saved_name, run.optim.name, kept, anew),
-            file=sys.stderr,
-        )
+    saved = _saved_optimizer(manifest)
+    if state.optimizer.matrix_update is not None and any(name.endswith(SIDES) for name in anew):
+        state.optimizer.matrix_update.has_new_sides = True
+    if (anew or saved["name"] != run.optim.name) and state.grid.rank == 0:
+        print(_describe_new_optimizer(checkpoint, saved, run.optim, kept, anew), file=sys.stderr)
     if left and state.grid.rank == 0:
         print(
             f"{checkpoint} does not contain {', '.join(left)}; with checkpoint.strict=False they "
@@ -323,20 +323,26 @@ def _load_checkpoint(run: RunConfig, state: TrainState, fingerprint: str, checkp
 
 
 def _describe_new_optimizer(
-    checkpoint: Path, saved: str, name: str, kept: Iterable[str], new: Iterable[str]
+    checkpoint: Path,
+    saved: Mapping[str, Any],
+    optim: OptimConfig,
+    kept: Iterable[str],
+    new: Iterable[str],
 ) -> str:
     """Returns what continues if another optimizer loads a checkpoint.
 
-    kept, new: names of the tensors that were loaded, and of the states that were not saved.
+    saved: settings of the optimizer that saved it. kept, new: names of the tensors that were
+    loaded, and of the states that were not saved.
     """
     kinds = (*STATE_KINDS, *SIDES)
     kept_kinds, new_kinds = (
         sorted({one.rpartition(".")[2] for one in names}.intersection(kinds))
         for names in (kept, new)
     )
-    text = f"{checkpoint} was saved with optim.name={saved!r}. Weights continue"
+    key = "name" if saved["name"] != optim.name else "max_preconditioner_dim"
+    text = f"{checkpoint} was saved with optim.{key}={saved[key]!r}. Weights continue"
     if kept_kinds:
-        text += f", and the states {', '.join(kept_kinds)} where optim.name={name!r} has them"
+        text += f", and the states {', '.join(kept_kinds)} where optim.name={optim.name!r} has them"
     if new_kinds:
         text += f". Its states {', '.join(new_kinds)} start from their initial values"
     return f"{text}. Other saved states are not used."
@@ -361,11 +367,18 @@ def _take_new_states(
     kinds = (*STATE_KINDS, *SIDES)
     names = [name for name in part if name.rpartition(".")[2] in kinds]
     entries = manifest.tensors
-    return {
-        name: part.pop(name)
-        for name in names
-        if name not in entries or entries[name].shape != part[name][1].global_shape
-    }
+    sizes: tuple[int, int] = saved["max_preconditioner_dim"], run.optim.max_preconditioner_dim
+
+    def is_saved(name: str) -> bool:
+        if name not in entries or entries[name].shape != part[name][1].global_shape:
+            return False
+        weight, _, kind = name.rpartition(".")
+        if kind not in SIDES or sizes[0] == sizes[1]:
+            return True
+        # Other tiles may have as many elements in all. A matrix within both sizes is one tile.
+        return max(entries[f"{weight}.master"].shape) <= min(sizes)
+
+    return {name: part.pop(name) for name in names if not is_saved(name)}
 
 
 def _start_second_moments(part: ShardedStateDict, new: ShardedStateDict) -> None:
