@@ -68,10 +68,11 @@ def restated_norm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def rotate_neighbours(x: Tensor) -> Tensor:
-    """Rotates the pairs (2i, 2i + 1) of each head; x: `[b, s, h, k]`."""
+    """Rotates the pairs (2i, 2i + 1) of each head, by angles in fp32; x: `[b, s, h, k]`."""
     k = x.shape[3]
-    frequencies = 1.0 / THETA ** (torch.arange(0, k, 2, dtype=x.dtype) / k)
-    angle = torch.arange(x.shape[1], dtype=x.dtype)[:, None] * frequencies  # (s, k/2)
+    frequencies = 1.0 / THETA ** (torch.arange(0, k, 2, dtype=torch.float32) / k)
+    positions = torch.arange(x.shape[1], dtype=torch.float32)
+    angle = (positions[:, None] * frequencies).to(x.dtype)  # (s, k/2)
     pairs = torch.view_as_complex(x.unflatten(3, (-1, 2)).contiguous())
     turned = pairs * torch.polar(torch.ones_like(angle), angle)[None, :, None]
     return torch.view_as_real(turned).flatten(3)
