@@ -17,6 +17,7 @@ from ranvier.config.engine import EngineConfig, ExitCriterion
 from ranvier.config.plan import Plan
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
+from ranvier.infer.early_exit import ExitTest
 from ranvier.infer.engine import block_bytes, open_engine
 from ranvier.infer.generate import score_in_engine
 from ranvier.infer.logprobs import score_sequences
@@ -24,6 +25,7 @@ from ranvier.infer.request import Request
 from ranvier.infer.sampling_params import SamplingParams
 from ranvier.models import MODEL_SIZES, DecoderConfig, RecurrentDecoder
 from ranvier.models.decoder import AttentionCore
+from ranvier.nn.cross_entropy import VocabShard
 from ranvier.parallel.parallelize import parallelize
 from ranvier.planner.cluster import load_cluster
 from ranvier.planner.model_spec import load_shipped_spec
@@ -270,6 +272,16 @@ def test_all_criteria_equal_their_definitions(pool: Pool, text: str, budget: int
     assert found.mean_iterations == pytest.approx(mean)
     if text == "kl:0":
         assert tokens == restate()[0]
+
+
+@pytest.mark.parametrize("kind", ["kl", "entropy"])
+def test_no_row_is_below_a_threshold_of_zero(kind: str) -> None:
+    """Also when rounding makes the divergence of almost equal distributions negative."""
+    axis = Grid({}).axis("col")
+    test = ExitTest(ExitCriterion.parse(f"{kind}:0"), VocabShard(axis, axis, 0, VOCAB), VOCAB)
+    logits = torch.randn(100, VOCAB, dtype=torch.float64, generator=torch.manual_seed(0))
+    for noise in (0.0, 1e-9, 2e-9):
+        assert not test.update(logits + noise * logits.sin()).any()
 
 
 def test_a_preempted_request_has_the_same_exits(pool: Pool) -> None:

@@ -30,6 +30,9 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         self.config: RotaryConfig = config
         self.rotary_dim = int(config.head_dim * config.partial_rotary_factor)
+        # The published algorithm of recurrent depth has angles in fp32, whatever the model has;
+        # with others, float64 would differ from it by 1e-8.
+        self.float64_angles = not config.is_recurrent
         self._known: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
         """Frequencies by device and dtype; see `_frequencies`."""
 
@@ -40,7 +43,7 @@ class RotaryEmbedding(nn.Module):
         one document, whose length is its largest position + 1; padding, which repeats a position,
         and other samples do not affect it.
         """
-        if dtype == torch.float64:
+        if dtype == torch.float64 and self.float64_angles:
             wide = torch.float64
         else:
             wide = torch.float32
@@ -53,6 +56,8 @@ class RotaryEmbedding(nn.Module):
             # `where` on the device, as a branch on the length would synchronize and break graphs.
             frequency = torch.where(beyond, far, frequency)  # (b, 1 or s, k/2)
         angle = positions.unsqueeze(-1).to(wide) * frequency  # (b, s, k/2)
+        if dtype == torch.float64:
+            angle = angle.double()
         cos = angle.cos()
         sin = angle.sin()
         # Each value occurs twice, as both halves of a head are rotated by the same angles.

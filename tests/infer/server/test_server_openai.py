@@ -242,6 +242,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"prompt": []}, "prompt"),
     ({"prompt": "x" * 4096}, "prompt"),
     ({"best_of": 2}, "best_of"),
+    ({"extra_body": {"recurrence": 2}}, "recurrence"),
+    ({"extra_body": {"exit": "kl:0"}}, "exit"),
     ({"suffix": "x"}, "suffix"),
     ({"extra_body": {"use_beam_search": True}}, "use_beam_search"),
     ({"extra_body": {"structured_outputs": {"regex": "("}}}, "response_format"),

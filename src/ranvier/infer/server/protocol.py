@@ -45,8 +45,12 @@ UNSUPPORTED: dict[str, str] = {
     "guided_grammar": USE_STRUCTURED,
     "mm_processor_kwargs": "Only text is read.",
     "documents": "Put the documents into a message.",
+    "recurrence": "It is the same for all requests; set engine.recurrence on the server.",
+    "exit": "It is the same for all requests; set engine.exit on the server.",
+    "kv_share": "It is the same for all requests; set engine.kv_share on the server.",
 }
-"""Parameters of other servers that are refused, and what to use instead."""
+"""Parameters of other servers, and settings of the engine, that are refused, and what to use
+instead."""
 HARMLESS: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "use_beam_search": (False,),

@@ -117,9 +117,12 @@ class HuginnFamily(Family):
 
     def config_to_hf(self, config: DecoderConfig) -> dict[str, Any]:
         """Converts our config to theirs; raises `UnsupportedModelError` if that is impossible."""
-        theirs = super().config_to_hf(config)
+        # The family's own scale, as `init_values` can hold any other one.
+        theirs = super().config_to_hf(replace(config, embed_scale=float(config.embed) ** 0.5))
         theirs["rope_base"] = theirs.pop("rope_parameters")["rope_theta"]
         theirs["init_values"] = {"embed_scale": config.embed_scale}
+        # Raises if the scale is out of range.
+        self.config_from_hf(theirs)
         return theirs
 
     def tensor_mappings(self, config: DecoderConfig, *, fused: bool = False) -> list[TensorMapping]:
