@@ -126,6 +126,7 @@ def test_a_file_of_canaries_is_read(tmp_path: Path) -> None:
         ({"times": 1, "bucket": "a"}, r"text=None.*must have a text"),
         ({**GOOD, "text": ""}, r"text=''"),
         ({**GOOD, "text": "two", "bucket": ["a"]}, r"bucket=\['a'\]"),
+        ({**GOOD, "text": "two", "bucket": " "}, r"bucket=' '"),
         ([1, 2], r"object"),
     ],
 )
@@ -146,10 +147,15 @@ def test_canaries_that_do_not_fit_are_refused() -> None:
     with pytest.raises(DataError, match=r"Canary 2 of 5 .* 24 tokens .*data.seq_len=23.*Use .*24"):
         CANARIES.check_lengths(23)
     CANARIES.check_lengths(24)
-    with pytest.raises(DataError, match=r"read 35 times .*canary_samples=34 .*at least 35"):
+    with pytest.raises(
+        DataError, match=r"read 35 times .*canary_samples=34 .*canary_samples.* at least 35"
+    ):
         CanaryPlacement(CANARIES, 34, 0)
     with pytest.raises(DataError, match=r"Canary 3 of 5 has 5 tokens.* Use a suffix of 4 or less"):
         list(CANARIES.split_suffixes(5))
+    short = CanaryDocuments.tokenize([Canary("a", 1, "1")], ByteTokenizer())
+    with pytest.raises(DataError, match=r"has 1 tokens, .* Use longer texts\."):
+        list(short.split_suffixes(1))
 
 
 def test_a_suffix_and_what_is_before_it() -> None:

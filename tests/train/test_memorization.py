@@ -159,7 +159,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_from_canaries_to_results(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--buckets", "0", "4", "--documents", "3", "--length", "20", "--tokenizer", "bytes")
     assert call("data", "canaries", "others.jsonl", *words, "--output", "canaries.jsonl") == 0
-    assert "6 documents of 20 tokens in buckets 0, 4, read 12 times" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "6 documents of 20 tokens in buckets 0, 4, read 12 times" in out
+    train = "--data.sources YOUR.txt --data.canaries canaries.jsonl --data.tokenizer bytes"
+    assert f"ranvier train {train} --data.seq-len 21" in out
     records = [json.loads(line) for line in (folder / "canaries.jsonl").read_text().splitlines()]
     assert [record["times"] for record in records] == [0] * 3 + [4] * 3
     assert {record["text"] for record in records} <= {text[:20] for text in TEXTS[20:]}
@@ -180,28 +183,38 @@ def test_from_canaries_to_results(folder: Path, capsys: pytest.CaptureFixture[st
         assert row["tokens"] == other["tokens"] and 0.5 < share < 0.75
     assert "Memorized canaries" in (folder / "gold" / "report.html").read_text()
     assert runs.load_run_config(folder / "gold" / "config.toml").data.canary_samples == 32
-    # A longer run continues with the samples and counts that it had.
-    assert call("train", "gold", "--train.steps", "5") == 0
+    # A longer run continues with the samples and counts that it had, also with another batch.
+    capsys.readouterr()
+    assert call("train", "gold", "--train.steps", "5", "--plan.global-batch", "4") == 0
+    assert "not all of their reads happen" not in capsys.readouterr().out
     assert runs.load_run_config(folder / "gold" / "config.toml").data.canary_samples == 32
     last = metrics(folder / "gold")[-2:]
     assert last[0]["supervised_tokens"] < last[1]["supervised_tokens"] < last[1]["tokens"]
     # Another rule is other data.
     capsys.readouterr()
     assert call("train", "gold", "--train.steps", "6", "--data.goldfish-k", "3") != 0
-    assert "fingerprint" in capsys.readouterr().err
+    assert "mixture weights, canaries and goldfish mask" in capsys.readouterr().err
     check_evaluation(folder, capsys)
 
 
-@pytest.mark.parametrize(("canary_samples", "is_said"), [(32, False), (40, True)])
-def test_a_run_that_ends_before_all_reads_says_so(canary_samples: int, is_said: bool) -> None:
+@pytest.mark.parametrize(
+    ("canary_samples", "step", "samples", "steps_needed"),
+    [(32, 0, 0, 0), (40, 0, 0, 5), (40, 2, 32, 0), (48, 2, 8, 7)],
+    ids=["all", "too few", "large batch before", "small batch before"],
+)
+def test_a_run_that_ends_before_all_reads_says_so(
+    canary_samples: int, step: int, samples: int, steps_needed: int
+) -> None:
+    """Steps before a resume may have had another batch than the 8 samples of the run."""
     changes = {"data__canaries": "canaries.jsonl", "data__canary_samples": canary_samples}
-    notes = canary_notes(run_of("", {}, 4, **changes))
-    if is_said:
-        (note,) = notes
-        assert "data.canary_samples=40 samples, but the run ends after 32" in note
-        assert note.endswith("until it is extended to train.steps=5.")
-    else:
+    notes = canary_notes(run_of("", {}, 4, **changes), step=step, samples=samples)
+    if not steps_needed:
         assert notes == []
+        return
+    (note,) = notes
+    ends = samples + (4 - step) * 8
+    assert f"canary_samples={canary_samples} samples, but the run ends after {ends}" in note
+    assert note.endswith(f"until it is extended to train.steps={steps_needed}.")
 
 
 def check_evaluation(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -223,6 +236,13 @@ def check_evaluation(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
             assert row["exact_match"] == trained["canary_match"][bucket]
             assert 0.0 <= row["rouge_l_tokens"] <= 1.0 and row["documents"] == 3
             assert row["loss_per_zlib_byte"] < row["loss"] and row["loss_stderr"] > 0.0
+    # The buckets of another file replace those of this one.
+    (folder / "other.jsonl").write_text(json.dumps(CANARY) + "\n")
+    words = ("--canaries", "other.jsonl", "--suffix", "6")
+    assert call("eval", "plain", *words) == 0
+    assert [*json.loads((folder / "plain" / "eval-4.json").read_text())["canaries"]] == ["a"]
+    assert call("eval", "plain", "plain/", *words) != 0
+    assert "plain and plain/ are the same run" in capsys.readouterr().err
     assert call("eval", "plain", "--canaries", "canaries.jsonl", "--suffix", "20") != 0
     assert "has 20 tokens, but the suffix has 20" in capsys.readouterr().err
     assert call("eval", "plain", "gold", "--corpus", "texts.jsonl") != 0
@@ -263,7 +283,7 @@ BAD: list[tuple[list[Any], tuple[str, ...], str]] = [
     (
         [],
         ("--data.goldfish-k", "4", "--data.goldfish-context-width", "32"),
-        r"goldfish_context_width=32 with data.seq_len=32 drops nothing\..*Use ",
+        r"goldfish_context_width=32 with data.seq_len=32 drops at most the last target .*Use ",
     ),
     (
         [{**CANARY, "text": "x" * 32}],
@@ -307,6 +327,10 @@ def test_bad_input_is_refused_before_a_run_begins(
         (("--documents", "0"), r"documents=0 is out of range"),
         (("--length", "25", "--documents", "9"), r"has \d+ documents .* need 45\. Use fewer"),
         (("--output", "texts.jsonl"), r"exists already"),
+        (
+            (*("--buckets", "1", "--documents", "2", "--length", "9"), "--output", "texts.jsonl/c"),
+            r"texts.jsonl/c cannot be written: .* Use another --output",
+        ),
     ],
 )
 def test_bad_options_of_canaries_are_refused(

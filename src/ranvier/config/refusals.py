@@ -365,7 +365,7 @@ REFUSALS: tuple[Refusal, ...] = (
             and run.data.goldfish_context_width >= run.data.seq_len
         ),
         "data.goldfish_context_width={data.goldfish_context_width} with "
-        "data.seq_len={data.seq_len} drops nothing",
+        "data.seq_len={data.seq_len} drops at most the last target of a sample",
         "Only targets with that many tokens before them in their sample are dropped",
         "Use a width of 13, or a larger data.seq_len",
     ),

@@ -84,12 +84,13 @@ def _parse_canary(record: dict[str, Any], where: str) -> Canary:
             f"{MAX_TIMES:,}. Use a number such as 50."
         )
     bucket = record.get("bucket", times)
-    if type(bucket) not in (int, str) or not str(bucket).isprintable():
+    name = str(bucket)
+    if type(bucket) not in (int, str) or not name.isprintable() or not name.strip():
         raise DataError(
             f"{where} has bucket={bucket!r:.80}. It must be a name or an integer. Use the number "
             "of times."
         )
-    return Canary(text, times, str(bucket))
+    return Canary(text, times, name)
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,10 +178,11 @@ class CanaryDocuments:
         for number, tokens in enumerate(self.documents):
             text = tokens[:-1]
             if len(text) <= suffix:
+                most = min(map(len, self.documents)) - 2
+                remedy = f"Use a suffix of {most} or less" if most > 0 else "Use longer texts"
                 raise DataError(
                     f"Canary {number + 1} of {len(self.documents)} has {len(text)} tokens, but "
-                    f"the suffix has {suffix}. At least one token must be before it. Use a suffix "
-                    f"of {max(min(map(len, self.documents)) - 2, 1)} or less."
+                    f"the suffix has {suffix}. At least one token must be before it. {remedy}."
                 )
             yield text[:-suffix][-prefix:], text[-suffix:]
 
@@ -215,8 +217,8 @@ class CanaryPlacement:
             raise DataError(
                 f"The canaries are read {reads:,} times in all, but data.canary_samples="
                 f"{self.num_samples:,} samples of the run are for them. A sample has at most one "
-                f"canary. Use fewer or rarer canaries, or a longer run: train.steps · "
-                f"plan.global_batch must be at least {reads:,}."
+                f"canary. Use fewer or rarer canaries, or a longer run: data.canary_samples, which "
+                f"is train.steps · plan.global_batch if not set, must be at least {reads:,}."
             )
 
     @cached_property

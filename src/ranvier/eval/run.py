@@ -46,6 +46,8 @@ FIRST_COLUMNS = {
     "recurrence": "iterations",
 }
 """Headings of the first column of tables, where they are not the name of the results."""
+REPLACED_RESULTS = ("canaries", "runs")
+"""Results that replace earlier ones as a whole: their buckets are those of one file of canaries."""
 
 
 def parse_pass_at_k(wanted: EvalOptions) -> tuple[int, ...]:
@@ -78,6 +80,14 @@ def check_options(wanted: EvalOptions, *folders: str) -> None:
         problems.append(
             f"{len(folders)} runs are given: {', '.join(folders)}. Only --canaries compares runs. "
             "Evaluate one run at a time."
+        )
+    # With different spellings, too, such as a slash at the end.
+    known = [Path(one).resolve() for one in folders]
+    twice = [one for one, path in zip(folders, known, strict=True) if known.count(path) > 1]
+    if twice:
+        problems.append(
+            f"{' and '.join(twice)} are the same run. Runs are compared with each other. Name each "
+            "run once."
         )
     if len(asked) != 1:
         problems.append(
@@ -464,7 +474,7 @@ def score_samples(wanted: EvalOptions) -> int:
 def save_results(path: Path, found: Mapping[str, Any]) -> dict[str, Any]:
     """Merges results into a file atomically, and returns all of them.
 
-    Results with the same name are replaced.
+    Results with the same name are replaced; see also `REPLACED_RESULTS`.
     """
     known: Any = {}
     if path.exists():
@@ -477,7 +487,7 @@ def save_results(path: Path, found: Mapping[str, Any]) -> dict[str, Any]:
         known = {}
     for name, value in found.items():
         both = isinstance(value, Mapping) and isinstance(known.get(name), dict)
-        if both:
+        if both and name not in REPLACED_RESULTS:
             known[name] = {**known[name], **value}
         else:
             known[name] = value

@@ -52,15 +52,25 @@ def write_canary_file(inputs: Sequence[str], wanted: CanaryFileOptions) -> int:
         for times, some in zip(wanted.buckets, _split([*texts], wanted.documents), strict=True)
         for text in some
     ]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text_atomically(path, "\n".join(lines) + "\n")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text_atomically(path, "\n".join(lines) + "\n")
+    except OSError as error:
+        raise DataError(
+            f"{path} cannot be written: {error.strerror}. The canaries are stored there. Use "
+            "another --output."
+        ) from None
     reads = sum(wanted.buckets) * wanted.documents
     print(
         f"{path}: {needed:,} documents of {wanted.length} tokens in buckets "
         f"{', '.join(map(str, wanted.buckets))}, read {reads:,} times in all"
     )
-    words = ("--data.canaries", path, "--data.seq-len", wanted.length + 1)
-    print(f"Train with them, for at least {reads:,} samples:")
+    # Not on the corpus of the canaries, which would be read more often than their number of times.
+    words = ["--data.sources", "YOUR.txt", "--data.canaries", path]
+    if wanted.tokenizer != DataConfig().tokenizer:
+        words += ["--data.tokenizer", wanted.tokenizer]
+    words += ["--data.seq-len", wanted.length + 1]
+    print(f"Train with them, on other texts, for at least {reads:,} samples:")
     print(f"  {command_line('ranvier', 'train', *words)}")
     return 0
 

@@ -59,7 +59,7 @@ from ranvier.train.resolve import ResolveContext, resolve_device, resolve_run
 from ranvier.train.resume import checkpointing
 from ranvier.train.resume import run_directory as folders
 from ranvier.train.resume.open_directory import hold_open
-from ranvier.train.trainer import Trainer
+from ranvier.train.trainer import Trainer, canary_notes
 
 
 def check_same_settings(run: RunConfig, grid: Grid, device: torch.device) -> None:
@@ -161,6 +161,7 @@ def train(run: ResolvedRun, me: ProcessInfo, stored: list[str] | None = None) ->
                 trainer.state.step,
                 trainer.meter.supervised_key,
             )
+        trainer.notes += canary_notes(run, step=trainer.state.step, samples=trainer.state.samples)
         trainer.notes += pruning.sparsity_lines(trainer.run, trainer.state.parallel)
         trainer.meter.heartbeat = pulse
         if me.rank == 0:

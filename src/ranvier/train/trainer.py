@@ -87,15 +87,19 @@ def recurrence_notes(run: RunConfig) -> list[str]:
     ]
 
 
-def canary_notes(run: RunConfig) -> list[str]:
-    """A line if a run ends before all reads of its canaries."""
-    num_samples = run.train.steps * run.plan.global_batch
+def canary_notes(run: RunConfig, *, step: int = 0, samples: int = 0) -> list[str]:
+    """A line if a run ends before all reads of its canaries.
+
+    step, samples: of the checkpoint that the run resumes from, whose batch may have been another.
+    """
+    num_samples = samples + (run.train.steps - step) * run.plan.global_batch
     if not run.data.canaries or run.data.canary_samples <= num_samples:
         return []
+    more_steps = -(-(run.data.canary_samples - samples) // run.plan.global_batch)
     return [
         f"canaries are placed in data.canary_samples={run.data.canary_samples:,} samples, but the "
         f"run ends after {num_samples:,}: not all of their reads happen until it is extended to "
-        f"train.steps={-(-run.data.canary_samples // run.plan.global_batch)}."
+        f"train.steps={step + more_steps}."
     ]
 
 
@@ -195,7 +199,6 @@ class Trainer:
             each = RecurrentFlops.from_model(model, flow, plan.num_micro_batches)
             meter.flops_of_recurrence = each.of_step
         notes += recurrence_notes(run)
-        notes += canary_notes(run)
         notes += found.reasons
         state = TrainState(model, optimizer, LossGuard(run.guard, device))
         trainer = cls(run, grid, device, data, state, meter, notes=notes)

@@ -506,8 +506,8 @@ def check_same_data(
     if before != fingerprint and not allowed:
         raise DataError(
             f"The data has the fingerprint {fingerprint}, but {checkpoint} was trained on data "
-            f"with {before}. A run must resume with the same corpora, tokenizer and mixture "
-            "weights. Restore them, or set checkpoint.allow_data_mismatch=True."
+            f"with {before}. A run must resume with the same corpora, tokenizer, mixture weights, "
+            "canaries and goldfish mask. Restore them, or set checkpoint.allow_data_mismatch=True."
         )
 
 
