@@ -25,8 +25,8 @@ from sampling import draw_samples
 settings.register_profile("ranvier", deadline=None, derandomize=True)
 settings.load_profile("ranvier")
 use_expandable_segments()
-# A shell starts its background jobs with SIGINT ignored, and nohup ignores SIGHUP. Processes inherit
-# both.
+# A shell starts its background jobs with SIGINT ignored, and nohup its command with SIGHUP ignored;
+# the processes of tests inherit both.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
