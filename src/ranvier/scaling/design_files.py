@@ -35,7 +35,7 @@ CHOSEN_SETTINGS = {
     "plan": (*AXES, "auto", "global_batch", "micro_batch"),
     "train": ("steps", "eval_interval", "output_dir"),
 }
-"""Settings of a run that a design determines, besides the model."""
+"""Settings of a run that a design determines, in addition to the model."""
 
 
 @dataclass(frozen=True)
