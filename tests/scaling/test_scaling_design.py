@@ -83,14 +83,28 @@ def test_the_files_of_a_design_load_and_add_up(
     assert total == pytest.approx(1e17, rel=0.02)
 
 
-def test_a_base_does_not_choose_the_shape(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("base", "words"),
+    [
+        ("[model]\nlayers = 4\n", "sets model.layers. The design chooses the shapes"),
+        ("[train]\nsteps = 9\n[plan]\nrow = 2\n", "sets plan.row, train.steps. The design"),
+        ('plan = "auto"\n', "sets plan.auto. The design"),
+        ('[optim]\nschedule = "cosine"\n', "sets optim.schedule='cosine'. A design counts on"),
+        ("[data]\nvalidation_fraction = 0.0\n", "sets data.validation_fraction=0."),
+    ],
+)
+def test_a_base_does_not_choose_what_the_design_does(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    base: str,
+    words: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "base.toml").write_text("[model]\nlayers = 4\n")
-    words = ("--design", "6", "--cluster", "dgx-h100", "--base", "base.toml")
-    assert call("scaling-laws", *words) != 0
-    assert "base.toml sets model.layers. The design chooses the shapes" in capsys.readouterr().err
+    (tmp_path / "base.toml").write_text(base)
+    options = ("--design", "6", "--cluster", "dgx-h100", "--base", "base.toml")
+    assert call("scaling-laws", *options) != 0
+    assert f"base.toml {words}" in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "design").exists()
 
 

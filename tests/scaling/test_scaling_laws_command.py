@@ -106,6 +106,26 @@ def test_everything_is_printed_and_written(
     assert again["exponents"] == pytest.approx(law["exponents"], rel=1e-6)
 
 
+def test_a_steep_hull_and_losses_that_rise_are_fitted(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Almost equal costs: a line that leaves all numbers. No prescription follows from it.
+    near = [{**ROW, "flops_per_token": 1e8}, {**ROW, "run": "b", "width": 512, "loss": 3.2}]
+    near[1]["flops_per_token"] = 1.0001e8
+    source = write_rows(folder / "near.jsonl", *near)
+    words = (source, "--resamples", "10", "--flops", "1e21", "--json", "x.json", "--html", "x.html")
+    assert call("scaling-laws", *words) == 0
+    assert (
+        json.loads(Path("x.json").read_text())["prescriptions"]["1e+21 FLOPs, by hot losses"] == []
+    )
+    # An exponent below 0 is printed with one sign.
+    rising = [{**row, "loss": row["loss"][::-1]} for row in small_rows()]
+    source = write_rows(folder / "rising.jsonl", *rising)
+    capsys.readouterr()
+    assert call("scaling-laws", source, "--resamples", "10") == 0
+    assert "D^0.2800" in capsys.readouterr().out
+
+
 def test_laws_are_fitted_without_torch(folder: Path) -> None:
     source = write_rows(folder / "rows.jsonl", *small_rows())
     code = (
@@ -157,6 +177,14 @@ def test_runs_are_collected(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     broken = [{**json.loads(line), "loss": None} for line in lines]
     (Path("small") / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in broken))
     assert "small has a loss that is not finite at step 0." in error_of(capsys, "small", "large")
+    # The loss of step 0 is that of the initial weights, also without warm-up.
+    first = {**json.loads(lines[0]), "lr": run.peak_lr, "val_loss": 6.0}
+    (Path("small") / "metrics.jsonl").write_text("\n".join([json.dumps(first), *lines[1:]]))
+    assert len(collect_losses([Path("small"), Path("large")]).hot) == len(found.hot)
+    lost = [json.loads(line) for line in lines]
+    lost[-1]["val_loss"] = None
+    (Path("small") / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lost))
+    assert "small has a loss that is not finite at step 9." in error_of(capsys, "small", "large")
     (Path("small") / "metrics.jsonl").write_text("\n".join([*lines[:3], "{broken", *lines[3:]]))
     assert "metrics.jsonl:4 is not a row of metrics" in error_of(capsys, "small", "large")
     # A cut last line, of a run that was killed, is not an error.
@@ -169,6 +197,10 @@ def test_runs_are_collected(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     words = ("small", "large", "--resamples", "10", "--allow-data-mismatch")
     assert call("scaling-laws", *words) == 0
     config = (Path("small") / "config.toml").read_text()
+    (Path("small") / "config.toml").write_text(config.replace("seq_len = 32", "seq_len = 16"))
+    runs = [Path("small"), Path("large")]
+    noted = collect_losses(runs, allow_data_mismatch=True).notes[-1]
+    assert noted.startswith("Runs have samples of 16, 32 tokens")
     recurrent = config.replace("core_layers = 0", "core_layers = 1")
     (Path("small") / "config.toml").write_text(recurrent)
     assert "small has recurrent depth (model.core_layers=1)" in error_of(capsys, "small", "large")
@@ -180,8 +212,8 @@ def test_runs_are_collected(folder: Path, capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"loss": math.nan}, "loss is nan. It must be a finite number above 0."),
-        ({"loss": None}, "loss is None. It must be a finite number above 0."),
+        ({"loss": math.nan}, "loss is nan. It must be a number above 0 and at most 1e+30."),
+        ({"loss": None}, "loss is None. It must be a number above 0"),
         ({"loss": "3"}, "loss is '3'. It must be"),
         ({"tokens": -1}, "tokens is -1. It must be"),
         ({"tokens": [1, 2]}, "tokens and losses of different length"),
@@ -190,6 +222,8 @@ def test_runs_are_collected(folder: Path, capsys: pytest.CaptureFixture[str]) ->
         ({"los": 3}, "'los' is not a key of a row. Did you mean 'loss'?"),
         ({"cooled": "yes"}, "cooled='yes' is invalid. It must be true or false."),
         ({"flops_per_token": math.inf}, "flops_per_token is inf."),
+        ({"width": 1e300, "parameters": 1e9}, "width is 1e+300. It must be"),
+        ({"tokens": 10**400}, "tokens is 1000000"),
     ],
 )
 def test_malformed_rows_are_refused(changes: dict[str, Any], words: str) -> None:
@@ -225,6 +259,12 @@ def test_mistakes_of_the_command_line_are_refused(
         ((several, "--cluster", "dgx-h100"), "without --hours or --design"),
         ((several, "--resamples", "2"), "resamples"),
         ((several, "--design", "6"), "A design writes new runs and reads none."),
+        (("--design", "6", "--flops", "1e21", "--json", "x"), "--flops, --json with --design 6."),
+        ((several, "--budget", "1e18", "--base", "x"), "--budget, --base without --design."),
+        ((several, several), "rows.jsonl is given twice."),
+        ((several, "--seed", "-1"), "--seed -1 is out of range."),
+        ((several, "--hours", "5", "--cluster", "nope"), "nope"),
+        ((several, "--flops", "1e301"), "--flops 1e+301 is out of range."),
         (("--design", "2", "--cluster", "dgx-h100"), "--design 2 is too few."),
         (("--design", "6", "--budget", "0", "--cluster", "dgx-h100"), "--budget 0 is out of"),
         (("--design", "6", "--budget", "1e12", "--cluster", "dgx-h100"), "is too small for 6 runs"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,22 +26,40 @@ from ranvier.scaling.prescription import (
 from ranvier.scaling.rows import Collection, collect_losses
 from ranvier.system.terminal import command_line, print
 
+FIT_OPTIONS = (
+    "flops",
+    "hours",
+    "resamples",
+    "seed",
+    "json",
+    "html",
+    "rows",
+    "allow_data_mismatch",
+)
+"""Options that a design does not use."""
+DESIGN_OPTIONS = ("budget", "base", "output")
+"""Options of a design alone."""
+MAX_BUDGET = 1e100
+
 
 def run_scaling_laws(paths: Sequence[str], wanted: ScalingLawsOptions) -> int:
     """Fits laws and prints them, or writes the files of a design."""
-    if wanted.design:
-        return write_designed_runs(wanted, paths)
     _check_options(wanted, paths)
+    if wanted.design != 0:
+        return write_designed_runs(wanted)
     check_outputs(wanted.json, wanted.html, wanted.rows)
+    machine = clusters.load_cluster(wanted.cluster) if wanted.cluster else None
     found = collect_losses(
         [Path(path) for path in paths], allow_data_mismatch=wanted.allow_data_mismatch
     )
+    if wanted.hours is not None and machine is None:
+        _check_times(found, wanted.hours)
     tables = [
         (name, fit_laws(table, resamples=wanted.resamples, seed=wanted.seed))
         for name, table in found.tables
     ]
     cost = FlopCost(vocab=found.vocab, seq=found.seq)
-    asked = prescribe_budgets(wanted, tables, cost)
+    asked = prescribe_budgets(wanted, tables, cost, machine)
     if wanted.rows:
         write_output(wanted.rows, "".join(json.dumps(row) + "\n" for row in found.to_records()))
     if wanted.json:
@@ -57,20 +74,37 @@ def run_scaling_laws(paths: Sequence[str], wanted: ScalingLawsOptions) -> int:
 
 
 def _check_options(wanted: ScalingLawsOptions, paths: Sequence[str]) -> None:
-    """Raises if options are out of range."""
+    """Raises if options are out of range, or if they would be ignored."""
     wrong = []
-    if not paths:
+    if not paths and wanted.design == 0:
         wrong.append(
             "No run is given. Laws are fitted to the losses of runs. Use: ranvier scaling-laws RUN "
             "..., or `ranvier scaling-laws --design 6` to write runs to train."
         )
+    if paths and wanted.design != 0:
+        wrong.append(
+            f"--design {wanted.design} with {paths[0]!r}. A design writes new runs and reads none. "
+            "Remove one of them."
+        )
+    ignored = _changed_options(wanted, FIT_OPTIONS if wanted.design != 0 else DESIGN_OPTIONS)
+    if ignored and wanted.design != 0:
+        wrong.append(
+            f"{ignored} with --design {wanted.design}. A design writes new runs and fits nothing. "
+            f"Remove {ignored}, or --design."
+        )
+    elif ignored:
+        wrong.append(
+            f"{ignored} without --design. Only a design has a budget, settings of its runs and a "
+            f"directory for them. Add --design, or remove {ignored}."
+        )
     for name in ("flops", "hours"):
         value = getattr(wanted, name)
-        if value is not None and not (math.isfinite(value) and value > 0.0):
+        if value is not None and not 0.0 < value <= MAX_BUDGET:
             wrong.append(
-                f"--{name} {value:g} is out of range. A budget must be above 0. Use e.g. 1e3."
+                f"--{name} {value:g} is out of range. A budget must be above 0 and at most "
+                f"{MAX_BUDGET:g}. Use e.g. 1e3."
             )
-    if wanted.cluster and wanted.hours is None:
+    if wanted.cluster and wanted.hours is None and wanted.design == 0:
         wrong.append(
             f"--cluster {wanted.cluster} without --hours or --design. A cluster is only used to "
             "predict times. Add --hours, or remove --cluster."
@@ -80,14 +114,40 @@ def _check_options(wanted: ScalingLawsOptions, paths: Sequence[str]) -> None:
             f"--resamples {wanted.resamples} is out of range. Intervals need 10 to 100,000 "
             "resamples. Use e.g. 200."
         )
+    if wanted.seed < 0:
+        wrong.append(f"--seed {wanted.seed} is out of range. A seed is at least 0. Use e.g. 0.")
     if wrong:
         raise PlanError(wrong)
 
 
+def _changed_options(wanted: ScalingLawsOptions, names: Sequence[str]) -> str:
+    """Returns the options among `names` that do not have their default."""
+    default = ScalingLawsOptions()
+    changed = [name for name in names if getattr(wanted, name) != getattr(default, name)]
+    return ", ".join("--" + name.replace("_", "-") for name in changed)
+
+
+def _check_times(found: Collection, hours: float) -> None:
+    """Raises if hours are asked for, but some losses have no time."""
+    if all(table.has_seconds for _, table in found.tables):
+        return
+    raise PlanError(
+        f"--hours {hours:g} without --cluster, but the times of some losses are not known. Hours "
+        "need the time of a token. Use --cluster with one of "
+        f"{', '.join(clusters.cluster_names())}, or rows with device_seconds_per_token."
+    )
+
+
 def prescribe_budgets(
-    wanted: ScalingLawsOptions, tables: Sequence[tuple[str, ScalingLaws]], cost: FlopCost
+    wanted: ScalingLawsOptions,
+    tables: Sequence[tuple[str, ScalingLaws]],
+    cost: FlopCost,
+    machine: Cluster | None,
 ) -> list[tuple[str, list[Prescription]]]:
-    """Returns the prescriptions for each budget that was asked for, with a title."""
+    """Returns the prescriptions for each budget that was asked for, with a title.
+
+    machine: where hours are spent; None for the machine of the runs.
+    """
     found = []
     for name, laws in tables:
         costs: list[tuple[str, TokenCost, float]] = []
@@ -96,19 +156,12 @@ def prescribe_budgets(
         if wanted.hours is not None:
             title = f"{wanted.hours:g} device hours"
             spent: TokenCost
-            if wanted.cluster:
-                machine = clusters.load_cluster(wanted.cluster)
+            if machine is not None:
                 title += f" of {machine.name}"
                 spent = ClusterTimeCost(machine, vocab=cost.vocab, seq=cost.seq)
-            elif laws.table.has_seconds:
+            else:
                 title += " on the machine of the runs"
                 spent = MeasuredTimeCost.fit(laws.table)
-            else:
-                raise PlanError(
-                    f"--hours {wanted.hours:g} without --cluster, but the times of some losses are "
-                    "not known. Hours need the time of a token. Use --cluster with one of "
-                    f"{', '.join(clusters.cluster_names())}, or rows with device_seconds_per_token."
-                )
             costs.append((title, spent, 3600.0 * wanted.hours))
         for title, one, budget in costs:
             grid = ShapeGrid(one, cost.vocab)
@@ -148,13 +201,8 @@ def _to_dict(
 # ---- design -------------------------------------------------------------------------------
 
 
-def write_designed_runs(wanted: ScalingLawsOptions, paths: Sequence[str]) -> int:
+def write_designed_runs(wanted: ScalingLawsOptions) -> int:
     """Writes the files of a design, and prints their FLOPs and hours."""
-    if paths:
-        raise PlanError(
-            f"--design {wanted.design} with {paths[0]!r}. A design writes new runs and reads none. "
-            "Remove one of them."
-        )
     base, vocab, seq = design_files.read_base(wanted.base)
     machine = find_machine(wanted.cluster)
     planned = design_files.plan_design(wanted.design, wanted.budget, machine, vocab=vocab, seq=seq)

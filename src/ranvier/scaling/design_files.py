@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ranvier.config.plan import AXES
 from ranvier.config.run import load_run_config, run_from_tables, tables_to_toml
 from ranvier.errors import PlanError
 from ranvier.models.config import GEMSTONE_HEAD_DIM
@@ -30,6 +31,11 @@ MAX_BATCH_TOKENS = 2**19
 STEPS_OF_SHORTEST_RUN = 1000
 """Steps of the run with the fewest tokens, which determines the batch of all."""
 MIN_RUNS = 3
+CHOSEN_SETTINGS = {
+    "plan": (*AXES, "auto", "global_batch", "micro_batch"),
+    "train": ("steps", "eval_interval", "output_dir"),
+}
+"""Settings of a run that a design determines, in addition to the model."""
 
 
 @dataclass(frozen=True)
@@ -68,11 +74,27 @@ def read_base(path: str) -> tuple[dict[str, Any], int, int]:
     load_run_config(Path(path))
     tables = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     model = tables.get("model", {})
-    odd = [f"model.{key}" for key in model if key not in ("vocab", "max_seq")]
-    if odd or not isinstance(tables.get("plan", {}), dict):
+    taken = [f"model.{key}" for key in model if key not in ("vocab", "max_seq")]
+    # `plan = "auto"` is not a table.
+    if not isinstance(tables.get("plan", {}), dict):
+        tables["plan"] = {"auto": True}
+    for section, names in CHOSEN_SETTINGS.items():
+        taken += [f"{section}.{key}" for key in tables.get(section, {}) if key in names]
+    if taken:
         raise PlanError(
-            f"{path} sets {', '.join(odd) or 'plan'}. The design chooses the shapes and their "
-            "layout; a base can set the vocabulary (model.vocab), the data and the rest. Remove it."
+            f"{path} sets {', '.join(taken)}. The design chooses the shapes, their batch and "
+            "steps, and one device for each; a base can set the vocabulary (model.vocab), the data "
+            "and the rest. Remove it."
+        )
+    if tables.get("optim", {}).get("schedule", "wsd") != "wsd":
+        raise PlanError(
+            f"{path} sets optim.schedule={tables['optim']['schedule']!r}. A design counts on "
+            "losses at the peak learning rate along each run. Use 'wsd', or remove it."
+        )
+    if tables.get("data", {}).get("validation_fraction") == 0:
+        raise PlanError(
+            f"{path} sets data.validation_fraction=0. Laws are fitted to held-out losses. Use e.g. "
+            "0.02, or remove it."
         )
     seq = int(tables.get("data", {}).get("seq_len", GEMSTONE_SEQ))
     return tables, int(model.get("vocab", GEMSTONE_VOCAB)), seq
@@ -142,8 +164,9 @@ def _batch_of_design(fewest_tokens: float, seq: int) -> int:
 def settings_of(planned: PlannedRun, base: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Returns the settings of a run: those of the base, and those of the design."""
     run = planned.run
+    longest = base.get("model", {}).get("max_seq", GEMSTONE_SEQ)
     own: dict[str, dict[str, Any]] = {
-        "model": {"size": run.size, "vocab": run.vocab, "max_seq": max(run.seq, GEMSTONE_SEQ)},
+        "model": {"size": run.size, "vocab": run.vocab, "max_seq": max(run.seq, longest)},
         "data": {"seq_len": run.seq},
         "optim": {
             "lr_rule": "gemstone",

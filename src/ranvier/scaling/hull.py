@@ -28,8 +28,11 @@ class PowerLaw:
     intercept: float
 
     def __call__(self, x: float) -> float:
-        """Returns y."""
-        return math.exp(self.intercept + self.exponent * math.log(x))
+        """Returns y; infinite if it is too large for a number."""
+        try:
+            return math.exp(self.intercept + self.exponent * math.log(x))
+        except OverflowError:
+            return math.inf
 
     @classmethod
     def fit(cls, x: Array, y: Array) -> PowerLaw:

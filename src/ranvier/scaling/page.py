@@ -79,7 +79,7 @@ def _exponent_table(laws: ScalingLaws) -> str:
         for i, term in enumerate(fitted.form.terms):
             bounds = format_interval(fitted.exponent_interval(i))
             rows.append(
-                (f"law of {fitted.form.name}", term, f"-{fitted.law.exponents[i]:.4f}", bounds)
+                (f"law of {fitted.form.name}", term, f"{-fitted.law.exponents[i]:.4f}", bounds)
             )
     return render_table(("law", "size", "exponent", "90 % interval"), rows, text_columns=(1,))
 

@@ -9,6 +9,7 @@ spread is the interval.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -174,8 +175,10 @@ def prescribe(laws: ScalingLaws, grid: ShapeGrid, budget: float) -> list[Prescri
     """Returns the prescription of each law for a budget in the unit of the grid's cost."""
     found = []
     column = {"FLOPs": "flops", "device seconds": "device_seconds"}.get(grid.cost.unit, "")
-    if column in laws.hulls:
-        found.append(prescribe_by_hull(laws.hulls[column], grid, budget))
+    hull = laws.hulls.get(column)
+    # Costs of the hull that are almost equal give lines too steep to follow.
+    if hull is not None and all(0.0 < law(budget) < math.inf for law in hull.law.laws.values()):
+        found.append(prescribe_by_hull(hull, grid, budget))
     ratio = aspect_ratio(laws)
     found += [prescribe_by_law(one, grid, budget, ratio) for one in laws.laws]
     return found

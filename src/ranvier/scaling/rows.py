@@ -46,6 +46,8 @@ ROW_KEYS = (
 )
 DEVICES_PER_NODE = 8
 """Devices of a node in rows with num_nodes and seconds_per_step (one Frontier node)."""
+LARGEST_NUMBER = 1e30
+"""Largest number of a row."""
 HOT_TOLERANCE = 1e-6
 """A learning rate this close to its peak, relatively, has not begun to decay."""
 
@@ -159,6 +161,8 @@ class Collector:
         self.hot = TableBuilder()
         self.cooled = TableBuilder()
         self.notes: list[str] = []
+        self.places: set[Path] = set()
+        """Resolved paths that were read."""
         self.fingerprints: dict[str, str] = {}
         """Fingerprint of the data by run."""
         self.vocabularies: list[int] = []
@@ -166,6 +170,13 @@ class Collector:
 
     def read(self, path: Path) -> None:
         """Adds the losses of a run directory, or of a JSONL file."""
+        place = path.resolve()
+        if place in self.places:
+            raise DataError(
+                f"{path} is given twice. Each run counts once, or intervals would be too narrow. "
+                "Remove one of them."
+            )
+        self.places.add(place)
         if path.is_dir():
             self._read_run(path)
         elif path.exists():
@@ -179,6 +190,12 @@ class Collector:
     def collect(self) -> Collection:
         """Returns all losses; raises if they cannot be compared or are from one run only."""
         self._check_same_data()
+        lengths = sorted({*self.lengths})
+        if len(lengths) > 1:
+            self.notes.append(
+                f"Runs have samples of {', '.join(map(str, lengths))} tokens: losses of longer "
+                "samples are lower, whatever the model."
+            )
         found = Collection(
             self.hot.build(),
             self.cooled.build(),
@@ -263,12 +280,17 @@ class Collector:
             parameters -= run.model.num_parameters - run.model.num_active_parameters
         seconds = 0.0
         last = max(rows, default=-1)
+        is_evaluated = run.train.eval_interval > 0 and any(
+            row.get("val_loss") is not None for row in rows.values()
+        )
         left_out = 0
         for step in sorted(rows):
             row = rows[step]
             seconds += float(row.get("step_seconds") or 0.0) * devices
             loss = row.get("val_loss")
-            if row.get("loss") is None:
+            # A finished run always ends with a held-out loss.
+            is_lost = loss is None and is_evaluated and step == last and _is_cooled(run, step)
+            if row.get("loss") is None or is_lost:
                 raise DataError(
                     f"{folder} has a loss that is not finite at step {step}. A law needs finite "
                     "losses. Leave this run out, or train it with a lower optim.lr."
@@ -284,7 +306,8 @@ class Collector:
                 "device_seconds": seconds,
                 "loss": float(loss),
             }
-            if float(row["lr"]) >= (1.0 - HOT_TOLERANCE) * run.peak_lr:
+            # The loss of step 0 is that of the initial weights.
+            if step > 0 and float(row["lr"]) >= (1.0 - HOT_TOLERANCE) * run.peak_lr:
                 self.hot.add(str(folder), values)
             elif step == last and _is_cooled(run, step):
                 self.cooled.add(str(folder), values)
@@ -448,16 +471,17 @@ def _seconds_per_token(record: Mapping[str, Any], tokens: float, where: str) -> 
 def _read_positive(record: Mapping[str, Any], key: str, where: str) -> float:
     value = record.get(key)
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        # Larger integers overflow float().
-        number = float(value) if abs(value) < 2**1000 else math.inf
+        number = value
     else:
         number = math.nan
-    if not math.isfinite(number) or number <= 0.0:
+    # Products of larger numbers overflow.
+    if not 0.0 < number <= LARGEST_NUMBER:
         shown = "missing" if key not in record else f"{value!r:.40}"
         raise DataError(
-            f"{where}: {key} is {shown}. It must be a finite number above 0. Fix or remove the row."
+            f"{where}: {key} is {shown}. It must be a number above 0 and at most "
+            f"{LARGEST_NUMBER:g}. Fix or remove the row."
         )
-    return number
+    return float(number)
 
 
 def collect_losses(paths: Sequence[Path], *, allow_data_mismatch: bool = False) -> Collection:

@@ -47,7 +47,7 @@ def law_lines(fitted: FittedLaw) -> list[str]:
     for i, name in enumerate(fitted.form.terms):
         interval = format_interval(fitted.exponent_interval(i))
         factor = math.exp(law.coefficients[i])
-        term = f"{factor:.4g} · {SIZE_NAMES[name]}^-{law.exponents[i]:.4f}"
+        term = f"{factor:.4g} · {SIZE_NAMES[name]}^{-law.exponents[i]:.4f}"
         lines.append(f"    {term:<28} exponent {interval}")
     constant = format_interval(fitted.constant_interval)
     lines.append(f"    {law.irreducible_loss:<28.4g} irreducible loss {constant}")
