@@ -18,6 +18,7 @@ from ranvier.scaling.minimize import Array, Indices, minimize
 from ranvier.scaling.parametric import LAW_FORMS, LawFitter, ParametricLaw, huber_objective
 from ranvier.scaling.prescription import FlopCost, MeasuredTimeCost, ShapeGrid, prescribe
 from ranvier.scaling.rows import Collection, LossTable, collect_losses
+from ranvier.scaling.summary import prescription_lines
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TWO_TERMS, THREE_TERMS, FOUR_TERMS = LAW_FORMS
@@ -202,6 +203,9 @@ def test_a_prescription_is_the_best_shape_and_spends_the_budget(gemstones: Colle
     # More FLOPs, more of both.
     more = prescribe(laws, grid, 1e23)[1]
     assert more.parameters > 5 * one.parameters and more.tokens > 5 * one.tokens
+    # No shape is larger than those that are compared, which is said.
+    assert "a larger shape may be better" not in "".join(prescription_lines([one, more]))
+    assert "a larger shape may be better" in prescription_lines(prescribe(laws, grid, 1e32))[-1]
     # By time, wider models are prescribed, as deep ones are slow.
     timed = ShapeGrid(MeasuredTimeCost.fit(gemstones.hot))
     by_time = {one.law: one for one in prescribe(laws, timed, 3.6e6)}

@@ -28,6 +28,7 @@ from ranvier.scaling.rows import LossTable
 
 MAX_WIDTH = 2**15
 MAX_DEPTH = 512
+"""Largest width and depth of the shapes that are compared."""
 ASPECT_TOLERANCE = 1.3
 """Shapes within this factor of a width / depth count as having it."""
 
@@ -169,6 +170,11 @@ class Prescription:
     def size(self) -> str:
         """Name of the model."""
         return f"gemstone-{self.width}x{self.depth}"
+
+    @property
+    def is_at_limit(self) -> bool:
+        """Whether a larger shape, which is not compared, may be better."""
+        return self.width >= MAX_WIDTH or self.depth >= MAX_DEPTH
 
 
 def prescribe(laws: ScalingLaws, grid: ShapeGrid, budget: float) -> list[Prescription]:

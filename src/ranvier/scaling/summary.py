@@ -9,7 +9,7 @@ from typing import Any
 from ranvier.html.number_format import format_number
 from ranvier.scaling.bootstrap import Interval
 from ranvier.scaling.laws import FittedHull, FittedLaw, ScalingLaws
-from ranvier.scaling.prescription import Prescription
+from ranvier.scaling.prescription import MAX_DEPTH, MAX_WIDTH, Prescription
 
 COST_NAMES = {"flops": "C", "device_seconds": "t"}
 SIZE_NAMES = {"parameters": "N", "tokens": "D", "width": "width", "depth": "depth"}
@@ -62,11 +62,18 @@ def prescription_lines(found: Sequence[Prescription]) -> list[str]:
     head = ("law", "model", "parameters", "tokens", "loss")
     rows = [head, *(prescription_cells(one) for one in found)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-    return [
+    lines = [
         "  "
         + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
     ]
+    at_limit = dict.fromkeys(one.size for one in found if one.is_at_limit)
+    if at_limit:
+        lines.append(
+            f"  {', '.join(at_limit)}: a larger shape may be better. Only widths up to "
+            f"{MAX_WIDTH:,} and depths up to {MAX_DEPTH} are compared. Use a smaller budget."
+        )
+    return lines
 
 
 def prescription_cells(one: Prescription) -> tuple[str, str, str, str, str]:
@@ -162,6 +169,7 @@ def prescription_to_dict(one: Prescription) -> dict[str, Any]:
         "size": one.size,
         "width": one.width,
         "depth": one.depth,
+        "is_at_limit": one.is_at_limit,
         "parameters": one.parameters,
         "parameters_interval": _bounds(one.parameters_interval),
         "tokens": one.tokens,
