@@ -1,6 +1,6 @@
 """Do the intervals of `ranvier scaling-laws` cover the truth, and do its designs help?
 
-    python benchmarks/scaling_laws.py coverage     about 10 minutes on two cores
+    python benchmarks/scaling_laws.py coverage     about 25 minutes on two cores
     python benchmarks/scaling_laws.py design       a few minutes
 
 coverage: losses of known laws at the shapes and tokens of the 22 runs of the Gemstones suite, 50
