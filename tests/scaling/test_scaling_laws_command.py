@@ -15,7 +15,7 @@ from commands import SMALL_OPTIONS, call, metrics
 from ranvier.config.run import load_run_config
 from ranvier.errors import DataError, PlanError
 from ranvier.scaling.flops import FlopShape
-from ranvier.scaling.rows import collect_losses, parse_line
+from ranvier.scaling.rows import COLUMNS, collect_losses, parse_line
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 ROW: dict[str, Any] = {"run": "a", "width": 256, "depth": 4, "tokens": 1e9, "loss": 3.5}
@@ -167,6 +167,11 @@ def test_runs_are_collected(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     facts = json.loads((Path("large") / "run.json").read_text())
     assert found.cooled.column("parameters")[1] == facts["parameters"]
     assert (found.vocab, found.seq) == (260, 32)
+    # Written rows have all that a fit of the runs has.
+    again = collect_losses([Path(write_rows(folder / "rows.jsonl", *found.to_records()))])
+    assert (again.vocab, again.seq, again.hot.runs) == (260, 32, found.hot.runs)
+    for name in COLUMNS:
+        assert again.hot.column(name).tolist() == pytest.approx(found.hot.column(name).tolist())
     assert "during warm-up or while the learning rate decays" in found.notes[0]
     capsys.readouterr()
     assert call("scaling-laws", "small", "large", "--resamples", "10", "--flops", "1e12") == 0

@@ -39,6 +39,8 @@ ROW_KEYS = (
     "loss",
     "flops_per_token",
     "device_seconds_per_token",
+    "vocab",
+    "seq_len",
     "cooled",
     "seconds_per_step",
     "num_nodes",
@@ -150,7 +152,8 @@ class Collection:
 
     def to_records(self) -> list[dict[str, Any]]:
         """Returns one JSON object per loss."""
-        return [*self.hot.to_records(cooled=False), *self.cooled.to_records(cooled=True)]
+        records = [*self.hot.to_records(cooled=False), *self.cooled.to_records(cooled=True)]
+        return [{**record, "vocab": self.vocab, "seq_len": self.seq} for record in records]
 
 
 class Collector:
@@ -243,6 +246,8 @@ class Collector:
                 continue
             where = f"{path}:{number}"
             for name, row, is_cooled in parse_line(line, where):
+                self.vocabularies.append(int(row["vocab"]))
+                self.lengths.append(int(row["seq_len"]))
                 (self.cooled if is_cooled else self.hot).add(name, row)
 
     def _read_run(self, folder: Path) -> None:
@@ -419,6 +424,8 @@ def parse_line(line: str, where: str) -> list[tuple[str, dict[str, float], bool]
             "flops": shape.flops_per_token * amount,
             "device_seconds": seconds * amount,
             "loss": value,
+            "vocab": shape.vocab,
+            "seq_len": shape.seq_len,
         }
         found.append((shape.run, values, cooled))
     return found
@@ -433,27 +440,32 @@ class RowShape:
     depth: float
     parameters: float
     flops_per_token: float
+    vocab: int
+    seq_len: int
 
 
 def _read_shape(record: Mapping[str, Any], where: str) -> RowShape:
     width = _read_positive(record, "width", where)
     depth = _read_positive(record, "depth", where)
     run = record.get("run", f"{width:g}x{depth:g}")
+    sizes = {"vocab": GEMSTONE_VOCAB, "seq_len": GEMSTONE_SEQ, **record}
+    vocab, seq_len = (int(_read_positive(sizes, key, where)) for key in ("vocab", "seq_len"))
     if "flops_per_token" in record:
         flops = _read_positive(record, "flops_per_token", where)
     else:
-        flops = FlopShape.gemstone(int(width), int(depth)).flops_per_token
+        shape = FlopShape.gemstone(int(width), int(depth), vocab=vocab, seq=seq_len)
+        flops = shape.flops_per_token
     if "parameters" in record:
         parameters = _read_positive(record, "parameters", where)
     else:
         try:
-            parameters = float(gemstone_parameters(int(width), int(depth)))
+            parameters = float(gemstone_parameters(int(width), int(depth), vocab))
         except ValueError:
             raise DataError(
                 f"{where} has no parameters, and width={width:g} is not one of the Gemstones "
                 "suite, a multiple of 128. The number of parameters is needed. Add parameters."
             ) from None
-    return RowShape(str(run), width, depth, parameters, flops)
+    return RowShape(str(run), width, depth, parameters, flops, vocab, seq_len)
 
 
 def _seconds_per_token(record: Mapping[str, Any], tokens: float, where: str) -> float:
