@@ -119,7 +119,7 @@ def list_cases() -> list[Any]:
     return cases
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("degrees", "documents", "case"), list_cases())
 def test_a_grid_with_context_equals_one_process(
     pool: Pool, degrees: dict[str, int], documents: str, case: Case

@@ -143,6 +143,7 @@ def test_the_first_commands_of_the_quickstart_run(tmp_path: Path) -> None:
     assert not problems, "\n".join(problems)
 
 
+@pytest.mark.sample(40)
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_parse_and_plans_are_valid(
     page: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch

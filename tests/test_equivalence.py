@@ -120,7 +120,7 @@ def test_the_whole_product_has_every_grid_and_every_option() -> None:
         assert {getattr(case, name) for _, case in found} == {*OPTIONS[name]}, name
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(4)
 def test_model_equals_one_process(
     pool: Pool, degrees: dict[str, int], case: Case, request: pytest.FixtureRequest
 ) -> None:
@@ -136,7 +136,7 @@ def test_model_equals_one_process(
     assert [line for lines in bad for line in lines] == [], f"reloaded on {label(other)}"
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(4)
 def test_leaves_equal_serial(
     pool: Pool, leaves_on: tuple[dict[str, int], str, tuple[bool, ...]]
 ) -> None:

@@ -277,6 +277,7 @@ MISTAKES: list[tuple[list[str], str]] = [
 ]
 
 
+@pytest.mark.sample(40)
 @pytest.mark.parametrize(
     ("words", "says"), MISTAKES, ids=lambda x: " ".join(x) if isinstance(x, list) else ""
 )

@@ -84,6 +84,7 @@ def compare(buffers: SymmetricBuffers, dtype: torch.dtype) -> list[str]:
     return wrong
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5, 8])
 def test_collectives_return_the_bits_of_the_plain_sum(ranks: int, dtype: torch.dtype) -> None:

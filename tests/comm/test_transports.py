@@ -275,6 +275,7 @@ def record_all(grid: Grid) -> tuple[list[Event], dict[tuple[str, ...], AxisShape
     return events, {axis.names: axis.shape for axis in axes}
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "name",
     [

@@ -245,7 +245,7 @@ def test_cached_tokens_are_those_of_the_full_forward_pass(
     assert restate(recurrence=model.eval_recurrence)[0] == expected
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("degrees", "inner"), GRIDS)
 def test_exits_are_those_of_one_token_after_the_other(
     pool: Pool, degrees: dict[str, int], inner: str
@@ -261,7 +261,13 @@ def test_exits_are_those_of_one_token_after_the_other(
 
 
 @pytest.mark.parametrize(
-    "text", [pytest.param("kl:0", marks=FULL), "kl:0.2", "entropy:0.05", "argmax:3"]
+    "text",
+    [
+        pytest.param("kl:0", marks=FULL),
+        "kl:0.2",
+        "entropy:0.05",
+        pytest.param("argmax:3", marks=FULL),
+    ],
 )
 @pytest.mark.parametrize("budget", [pytest.param(1, marks=FULL), 64])
 def test_all_criteria_equal_their_definitions(pool: Pool, text: str, budget: int) -> None:

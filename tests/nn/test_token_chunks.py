@@ -51,7 +51,7 @@ def list_cases() -> list[Any]:
     return cases
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("degrees", "case"), list_cases())
 def test_chunks_equal_whole_blocks(pool: Pool, degrees: dict[str, int], case: Case) -> None:
     whole = serial(case.model, case.packed)

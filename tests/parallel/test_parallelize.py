@@ -80,7 +80,7 @@ def run_new(grid: Grid, case: Case, batch: Batch) -> dict[str, Any]:
         return run_case(grid, case, batch, 1e-2, 0.5)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "degrees", [g for g in grids((4, 8)) if len(set(g.values())) < 3][::3], ids=label
 )

@@ -108,7 +108,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize(("degrees", "case"), pairs, ids=names)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.nccl
 def test_a_pipeline_equals_one_process(pool: Pool, degrees: dict[str, int], case: Case) -> None:
     """And, of some cases, the state reloads bit for bit on another grid with stages."""

@@ -45,6 +45,7 @@ def lay_out(settings: dict[str, Any], shape: dict[str, Any], seq: int, micro: in
     return run, world, world * 2 // 3
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("settings", GRIDS, ids=str)
 def test_bytes_are_those_of_a_rank(settings: dict[str, Any]) -> None:
     run, world, rank = lay_out(settings, SMALL, 48, 4)

@@ -154,6 +154,7 @@ OPTIMIZERS: list[tuple[OptimizerName, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("name", "degrees"), OPTIMIZERS, ids=str)
 def test_predicted_bytes_of_optimizers_are_what_a_rank_sends(
     name: OptimizerName, degrees: dict[str, Any]

@@ -81,6 +81,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("degrees", "inner", "strategy"), CASES)
 def test_any_grid_is_one_process(
     pool: Pool, serial: Path, tmp_path: Path, degrees: dict[str, int], inner: str, strategy: str

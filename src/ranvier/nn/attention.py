@@ -317,6 +317,7 @@ def _example_config() -> Any:
         "attn_logit_softcap": 0.0,
         "window_of_layer": lambda layer: 0,
         "streams": 1,
+        "is_recurrent": False,
     }
     return SimpleNamespace(
         head_dim=4, position_embedding="rope", rope="llama3", rope_theta=1e4, **rope, **plain

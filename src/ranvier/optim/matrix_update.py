@@ -87,7 +87,7 @@ class MatrixUpdate:
         self._side_views: dict[Side, dict[int, Tensor]] = {}
         """Preconditioners by side and number of the tile, as views `[size, size]`."""
         self.has_new_sides = False
-        """Whether preconditioners begin anew after some updates, so that the next is due."""
+        """Whether preconditioners were reset after some updates, so that their update is due."""
         for side in self._side_names:
             self._allocate_sides(side)
 

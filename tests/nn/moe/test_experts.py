@@ -120,7 +120,7 @@ def serial(model: str, steps: int) -> Serial:
     return Serial(model, batch_of(model, samples=16, packed=False), LR, CLIP, steps)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.nccl
 def test_experts_equal_one_process(
     pool: Pool, degrees: dict[str, int], case: Case, request: pytest.FixtureRequest
@@ -160,6 +160,7 @@ def test_one_expert_gets_all_tokens_or_none(pool: Pool, degrees: dict[str, int])
 
 
 @pytest.mark.nccl
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("degrees", "alike"),
     [

@@ -107,7 +107,7 @@ def counted_and_predicted(
     return watch.peak_bytes(), max(one.total_bytes for one in rank.peaks(micro, modes))  # type: ignore[arg-type]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("modes", "micro", "changes", "rel"),
     [
