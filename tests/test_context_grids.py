@@ -161,6 +161,7 @@ def run_with_noise(grid: Grid, case: Case, dropout: float) -> tuple[float, float
     return loss.item(), optimizer.step().item()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("model", "dropout"), [("jitter", 0.0), ("deep", 0.2)])
 def test_random_masks_do_not_depend_on_the_order_of_tokens(
     pool: Pool, model: str, dropout: float

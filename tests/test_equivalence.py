@@ -136,7 +136,7 @@ def test_model_equals_one_process(
     assert [line for lines in bad for line in lines] == [], f"reloaded on {label(other)}"
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 def test_leaves_equal_serial(
     pool: Pool, leaves_on: tuple[dict[str, int], str, tuple[bool, ...]]
 ) -> None:

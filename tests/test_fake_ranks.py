@@ -79,6 +79,7 @@ RULES: list[tuple[int, dict[str, int], Any, MatrixRule | None]] = [
 ]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("world", "degrees", "inner", "rule"),
     RULES,

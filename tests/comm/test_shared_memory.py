@@ -290,6 +290,7 @@ def test_memory_of_results_is_reused() -> None:
     assert outputs.empty((3,), torch.int64).numel() == 3
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("world", [64, 4096])
 @pytest.mark.parametrize("name", ["ring", "bruck", "folded", "doubling", "hierarchical", "nvrar"])
 def test_schedules_of_thousands_of_ranks_on_the_fake_group(name: str, world: int) -> None:

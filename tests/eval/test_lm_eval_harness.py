@@ -351,6 +351,7 @@ def mistaken(grid: Grid, folder: str, tasks: str) -> list[str]:
     return found
 
 
+@pytest.mark.full
 def test_an_error_of_the_first_rank_ends_all(pool: Pool, folder: Path, tasks: Path) -> None:
     (tasks / "lost.yaml").write_text(
         CHOICE.replace("task: choice", "task: lost").format(data=tasks / "nowhere.jsonl")

@@ -24,6 +24,7 @@ def worker() -> Iterator[TemplateWorker]:
         yield made
 
 
+@pytest.mark.sample(25)
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_template_ends_as_its_line_says(name: str, worker: TemplateWorker) -> None:
     outcome, _, text = TEMPLATES[name]

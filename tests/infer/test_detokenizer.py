@@ -141,6 +141,7 @@ def into_groups(tokens: list[int], sizes: list[int]) -> list[list[int]]:
 SIZES = st.lists(st.integers(1, 3), min_size=1, max_size=4)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", TOKENIZERS)
 @settings(max_examples=EXAMPLES)
 @given(data=st.data(), skip=st.booleans(), sizes=SIZES)
@@ -156,6 +157,7 @@ def test_streamed_text_is_the_whole_text(
     assert made.text_offsets == sorted(made.text_offsets)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", TOKENIZERS)
 @settings(max_examples=EXAMPLES)
 @given(

@@ -111,7 +111,6 @@ SAMPLE: list[tuple[str, tuple[dict[str, int], str], tuple[int, int, int], str]] 
     ("gemma2", ({"col": 2}, "features"), LOADS[2], "off"),
     ("mixtral tied, window", ({"expert": 2, "col": 2}, "samples"), LOADS[0], "on"),
     ("llama 3.1", ({"pipe": 2, "row": 2}, "samples"), LOADS[0], "on"),
-    ("gemma2", ({"context": 2}, "samples"), LOADS[0], "on"),
     ("qwen3", ({"context": 2, "row": 2}, "samples"), LOADS[0], "on"),
 ]
 """Models, grids and loads without `--full`: in a small pool, in steps of 7 and of 64 tokens, with

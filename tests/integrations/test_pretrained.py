@@ -83,6 +83,7 @@ def compare(have: dict[str, Any], want: dict[str, Any], mask: Any, limit: float)
         assert have["text"].tolist() == want["text"].tolist()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("kind", "limit"), [("gpt2", 1e-12), ("llama", 1e-5)])
 @pytest.mark.parametrize(
     "mask",

@@ -81,7 +81,7 @@ def wide(number: float) -> Tensor:
 
 
 @pytest.mark.nccl
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("degrees", "case"), list_cases())
 def test_three_steps_equal_one_process(pool: Pool, degrees: dict[str, int], case: Case) -> None:
     whole = serial(case.model, case.packed)

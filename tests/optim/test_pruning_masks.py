@@ -60,7 +60,7 @@ def named(value: Any) -> str:
     )
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("case", "how", "degrees"), CASES, ids=named)
 def test_equals_masked_dense_training(
     pool: Pool, case: Case, how: float | str, degrees: dict[str, int]

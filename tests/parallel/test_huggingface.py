@@ -49,7 +49,7 @@ def check(pool: Pool, degrees: dict[str, int], case: HfCase) -> None:
     assert compare(whole, results) == []
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize(
     ("model", "changes"),

@@ -327,7 +327,7 @@ def stepped(grid: Grid, kind: str, frozen: tuple[str, ...], how: Plan) -> list[A
     return found
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.nccl
 @pytest.mark.parametrize(
     ("kind", "stages", "frozen", "how"),

@@ -89,7 +89,7 @@ def skipping(
     return rows, trainer.state.optimizer.num_updates.item(), trainer.state.guard.nonfinite_steps
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("degrees", "where", "rank", "kind", "changes"),
     [

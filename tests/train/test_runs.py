@@ -262,6 +262,7 @@ def test_a_log_that_fails_never_costs_a_run(
     assert find_checkpoints(folder / "run" / "checkpoints")[-1].name == "step-00000003"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["pipe", "full"])
 def test_a_run_goes_on_when_nobody_reads_what_it_prints(
     folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str
@@ -358,6 +359,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return losses(out)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "number",
     [signal.SIGINT, signal.SIGTERM, pytest.param(signal.SIGUSR2, marks=pytest.mark.full)],

@@ -48,7 +48,7 @@ class Louder(Decoder):
         return out
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("kind", "compiled"),
     [

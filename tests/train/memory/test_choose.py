@@ -147,7 +147,7 @@ GRIDS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("shape", [{}, MOE], ids=("dense", "moe"))
 @pytest.mark.parametrize(
     "layout",
