@@ -1,8 +1,11 @@
 """Triton kernels for attention to a paged KV cache on a GPU.
 
 Decode: one query per sequence. The heads that share a kv head are the rows of one tile, so that
-keys and values are read once. A sequence is divided into `num_splits` interleaved sets of blocks,
-each with its own partial result and log-sum-exp, which a second kernel merges:
+keys and values are read once. The tiles of keys of all sequences and kv heads are one list, of
+which each program has an equal range (stream-K): a captured step fixes the number of programs, as
+many as the multiprocessors hold, before lengths are known, and no program waits for the longest
+sequence. Parts of a sequence and kv head that are in several ranges have partial results and
+log-sum-exps, which the last of their programs merges:
 
     l = log2 Σ 2^l_i,   y = Σ 2^(l_i - l) y_i
 
@@ -15,14 +18,15 @@ the keys of a rank are in the order of their positions, so that a query sees a r
 bounds `_count_own_keys` computes. They then also return log-sum-exps (base e), by which the results
 of all ranks are merged.
 
-Batch-invariant attention treats every token as a decode with a fixed number of splits, so that the
-order of additions depends on nothing but its position.
+Batch-invariant attention treats every token as a decode with a fixed number of interleaved splits
+instead of ranges, so that the order of additions depends on nothing but its position.
 
 `models.paged_attention.paged_attention` and `attend_to_own_pages` are the plain equivalents.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 from dataclasses import dataclass
 from typing import Any
@@ -36,11 +40,6 @@ from ranvier.nn.inference_matmul import has_dependent_launch
 triton: Any = importlib.import_module("triton")
 tl: Any = importlib.import_module("triton.language")
 
-MAX_SPLITS = 16
-"""Maximum number of splits of a sequence."""
-TARGET_PROGRAMS = 512
-"""Number of programs that keep a large GPU busy. On an H200, 64 sequences of 2,048 tokens with 8 kv
-heads read 92 % of its bandwidth without splits, and 84 % with two."""
 CHUNK_ROWS = 64
 """Queries of a tile of `chunk_attention`, times heads of a group, if it may have few queries."""
 PROMPT_ROWS = 128
@@ -50,6 +49,11 @@ CHUNK_KEYS = 64
 """Keys of a tile of `chunk_attention`."""
 WRITE_TOKENS = 16
 """Tokens that one program of `write_cache` writes."""
+MIN_ROWS = 16
+"""Minimum number of rows of a product of tensor cores."""
+MAX_SEQUENCES_AT_ONCE = 256
+"""Sequences whose lengths a program of the decode kernel reads at once."""
+MERGED_PARTS = tl.constexpr(16)  # that are loaded at once
 LOG2_E = tl.constexpr(1.4426950408889634)
 LOG_2 = tl.constexpr(0.6931471805599453)
 
@@ -60,9 +64,8 @@ def _attend_to_tile(  # type: ignore[no-untyped-def]
     y,
     total,
     peak,
-    keys,
-    values,
-    at,
+    key_pointers,
+    value_pointers,
     is_inside,
     is_visible,
     scale,
@@ -76,9 +79,9 @@ def _attend_to_tile(  # type: ignore[no-untyped-def]
     The exponents have base 2, which the device computes: p = 2^(score · log2 e - peak).
     """
     if IS_MASKED:
-        k = tl.load(keys + at, mask=is_inside, other=0.0)
+        k = tl.load(key_pointers, mask=is_inside, other=0.0)
     else:
-        k = tl.load(keys + at)
+        k = tl.load(key_pointers)
     if EXACT:
         scores = tl.dot(query, tl.trans(k), input_precision="ieee")
     else:
@@ -99,9 +102,9 @@ def _attend_to_tile(  # type: ignore[no-untyped-def]
     decay = tl.exp2(peak - safe_peak)
     total = total * decay + tl.sum(p, 1)
     if IS_MASKED:
-        v = tl.load(values + at, mask=is_inside, other=0.0)
+        v = tl.load(value_pointers, mask=is_inside, other=0.0)
     else:
-        v = tl.load(values + at)
+        v = tl.load(value_pointers)
     y = y * decay[:, None]
     if EXACT:
         y = tl.dot(p, v, y, input_precision="ieee")
@@ -124,6 +127,120 @@ def _count_own_keys(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _visible_keys(  # type: ignore[no-untyped-def]
+    length,
+    window,
+    context_index,
+    BLOCK_SIZE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    CONTEXT: tl.constexpr,
+):
+    """Returns the range of keys, of those of this rank, that the last token of a sequence sees."""
+    first_key = length * 0
+    if HAS_WINDOW:
+        first_key = tl.maximum(length - window, 0)
+    if CONTEXT > 1:
+        # From here on both count the keys of this rank.
+        length = _count_own_keys(length, context_index, BLOCK_SIZE, CONTEXT)
+        if HAS_WINDOW:
+            first_key = _count_own_keys(first_key, context_index, BLOCK_SIZE, CONTEXT)
+    return first_key, length
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _count_tiles(first_key, end_key, KEYS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Returns the number of tiles of a range of keys; a range without keys has one, too."""
+    return tl.maximum(tl.cdiv(end_key, KEYS) - first_key // KEYS, 1)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _load_work(  # type: ignore[no-untyped-def]
+    seq_lens,
+    start,
+    num_sequences,
+    num_kv_heads,
+    window,
+    context_index,
+    BLOCK_SIZE: tl.constexpr,
+    KEYS: tl.constexpr,
+    SEQUENCES_AT_ONCE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    CONTEXT: tl.constexpr,
+):
+    """Returns the lengths of some sequences, and their numbers of tiles of all kv heads."""
+    ids = start + tl.arange(0, SEQUENCES_AT_ONCE)
+    is_sequence = ids < num_sequences
+    lengths = tl.load(seq_lens + ids, mask=is_sequence, other=0).to(tl.int32)
+    first_keys, end_keys = _visible_keys(
+        lengths, window, context_index, BLOCK_SIZE, HAS_WINDOW, CONTEXT
+    )
+    work = _count_tiles(first_keys, end_keys, KEYS) * num_kv_heads
+    return lengths, tl.where(is_sequence, work, 0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _merge_parts(  # type: ignore[no-untyped-def]
+    partial_y,
+    partial_lse,
+    first_slot,
+    next_slot,
+    slot_step,
+    num_parts,
+    rows,
+    columns,
+    is_inside,
+    HEAD_DIM: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """Merges the parts of a group of heads in order: of `first_slot`, then from `next_slot` on.
+
+    Other programs have stored the parts, so that they are read from the cache that all share.
+    """
+    peak = tl.full([rows.shape[0]], -float("inf"), tl.float32)
+    total = tl.zeros([rows.shape[0]], tl.float32)
+    y = tl.zeros([rows.shape[0], columns.shape[0]], tl.float32)
+    for start in tl.range(0, num_parts, MERGED_PARTS, num_stages=1):
+        parts = start + tl.arange(0, MERGED_PARTS)
+        slots = tl.where(parts == 0, first_slot, next_slot + (parts - 1) * slot_step)
+        is_part = parts < num_parts
+        part_rows = slots[:, None] * GROUP + rows[None, :]
+        lse = tl.load(
+            partial_lse + part_rows,
+            mask=is_part[:, None] & (rows < GROUP)[None, :],
+            other=-float("inf"),
+            cache_modifier=".cg",
+        )
+        part_y = tl.load(
+            partial_y + part_rows[:, :, None] * HEAD_DIM + columns[None, None, :],
+            mask=is_part[:, None, None] & is_inside[None, :, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        new_peak = tl.maximum(peak, tl.max(lse, 0))
+        safe_peak = tl.where(new_peak == -float("inf"), 0.0, new_peak)
+        decay = tl.exp2(peak - safe_peak)
+        weights = tl.exp2(lse - safe_peak[None, :])
+        total = total * decay + tl.sum(weights, 0)
+        y = y * decay[:, None] + tl.sum(part_y * weights[:, :, None], 0)
+        peak = new_peak
+    total = tl.where(total == 0.0, 1.0, total)
+    return y / total[:, None], peak + tl.log2(total)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _program_of(tile, least_work, num_longer):  # type: ignore[no-untyped-def]
+    """Returns the program whose range has a tile; the first `num_longer` ranges have one more."""
+    num_long = num_longer * (least_work + 1)
+    return tl.where(
+        tile < num_long,
+        tile // (least_work + 1),
+        num_longer + (tile - num_long) // least_work,
+    )
+
+
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["num_sequences", "num_kv_heads", "min_work", "window", "context_index"]
+)
 def _decode_kernel(  # type: ignore[no-untyped-def]
     q,
     new_keys,
@@ -136,6 +253,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     partial_y,
     partial_lse,
     merged,
+    merged_lse,
     counters,
     scale,
     cap,
@@ -150,83 +268,179 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     kv_head_stride,
     slot_stride,
     table_stride,
-    num_heads,
+    num_sequences,
+    num_kv_heads,
     context_index,
+    min_work,
     GROUP: tl.constexpr,
     GROUP_ROWS: tl.constexpr,
+    MERGED_ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_COLUMNS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    KEYS: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     WRITES: tl.constexpr,
-    MERGES: tl.constexpr,
     CONTEXT: tl.constexpr,
     RETURNS_LSE: tl.constexpr,
     EXACT: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
+    SEQUENCES_AT_ONCE: tl.constexpr,
+    HAS_ONE_CHUNK: tl.constexpr,
+    STORED_TOKENS: tl.constexpr,
 ):
-    """Attends from the heads of one group of one sequence to one split of its blocks.
+    """Attends from groups of heads to tiles of their keys: an equal part of all tiles.
 
-    If it writes, the last key and value of a sequence come from the step: the program whose split
-    has their block attends to them, and stores them there. If it merges, the last program of a
-    group that ends merges the splits. With context it does neither.
+    The tiles of all sequences and kv heads are one list, of which each program has a range; its
+    bounds follow from the lengths on the device. With `NUM_SPLITS` a program has each
+    NUM_SPLITS-th tile of one sequence and kv head instead, so that the order of additions does not
+    depend on other sequences.
+
+    The last program that completes its part of a sequence and kv head merges all parts, in the
+    order of their keys. If it writes, the last key and value of a sequence come from the step, and
+    all programs together store them.
     """
-    if IS_DEPENDENT:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    sequence = tl.program_id(0)
-    kv_head = tl.program_id(1)
-    split = tl.program_id(2)
-    table_row = tl.load(table_rows + sequence).to(tl.int64)
-    length = tl.load(seq_lens + sequence).to(tl.int32)
+    # A range has two slots: for its first head, and for its last one if that begins in the range.
+    SLOT_STEP: tl.constexpr = 2 if NUM_SPLITS == 0 else 1
+    TILE_STEP: tl.constexpr = 1 if NUM_SPLITS == 0 else NUM_SPLITS
+    program = tl.program_id(0)
     rows = tl.arange(0, GROUP_ROWS)
     columns = tl.arange(0, HEAD_COLUMNS)
-    slots = tl.arange(0, BLOCK_SIZE)
-    is_column = columns < HEAD_DIM
-    heads = kv_head * GROUP + rows
     is_row = rows < GROUP
-    query = tl.load(
-        q + sequence * q_token_stride + heads[:, None] * q_head_stride + columns[None, :],
-        mask=is_row[:, None] & is_column[None, :],
-        other=0.0,
+    is_column = columns < HEAD_DIM
+    is_inside = is_row[:, None] & is_column[None, :]
+    key_range = tl.arange(0, KEYS)
+    if NUM_SPLITS == 0:
+        # Lengths are older than the queries: the kernel before this one does not write them.
+        ids = tl.arange(0, SEQUENCES_AT_ONCE)
+        table_ids = tl.load(table_rows + ids, mask=ids < num_sequences, other=0).to(tl.int64)
+        total_work = 0
+        num_chunks = tl.cdiv(num_sequences, SEQUENCES_AT_ONCE)
+        if HAS_ONE_CHUNK:
+            num_chunks = 1
+        for chunk in tl.range(0, num_chunks, num_stages=1):
+            lengths, work = _load_work(
+                seq_lens,
+                chunk * SEQUENCES_AT_ONCE,
+                num_sequences,
+                num_kv_heads,
+                window,
+                context_index,
+                BLOCK_SIZE,
+                KEYS,
+                SEQUENCES_AT_ONCE,
+                HAS_WINDOW,
+                CONTEXT,
+            )
+            total_work += tl.sum(work, 0)
+        num_workers = tl.minimum(tl.num_programs(0), tl.cdiv(total_work, min_work))
+        least_work = total_work // num_workers
+        # The first ranges have one tile more.
+        num_longer = total_work % num_workers
+        work_begin = tl.minimum(program, num_workers) * least_work + tl.minimum(program, num_longer)
+        work_end = work_begin + least_work + (program < num_longer).to(tl.int32)
+        work_end = tl.minimum(work_end, total_work)
+        # The sequence that has the first tile of the range.
+        sequence = 0
+        head_begin = 0
+        length = 0
+        table_row = tl.zeros([], tl.int64)
+        before = 0
+        for chunk in tl.range(0, num_chunks, num_stages=1):
+            lengths, work = _load_work(
+                seq_lens,
+                chunk * SEQUENCES_AT_ONCE,
+                num_sequences,
+                num_kv_heads,
+                window,
+                context_index,
+                BLOCK_SIZE,
+                KEYS,
+                SEQUENCES_AT_ONCE,
+                HAS_WINDOW,
+                CONTEXT,
+            )
+            if not HAS_ONE_CHUNK:
+                ids = chunk * SEQUENCES_AT_ONCE + tl.arange(0, SEQUENCES_AT_ONCE)
+                table_ids = tl.load(table_rows + ids, mask=ids < num_sequences, other=0)
+                table_ids = table_ids.to(tl.int64)
+            ends = before + tl.cumsum(work, 0)
+            is_before = (work > 0) & (ends <= work_begin)
+            is_begin = (ends > work_begin) & (ends - work <= work_begin)
+            sequence += tl.sum(is_before.to(tl.int32), 0)
+            head_begin += tl.sum(tl.where(is_before, work, 0), 0)
+            length += tl.sum(tl.where(is_begin, lengths, 0), 0)
+            table_row += tl.sum(tl.where(is_begin, table_ids, 0), 0)
+            before += tl.sum(work, 0)
+        sequence = tl.minimum(sequence, num_sequences - 1)
+    else:
+        sequence = program // (num_kv_heads * NUM_SPLITS)
+        length = tl.load(seq_lens + sequence).to(tl.int32)
+        table_row = tl.load(table_rows + sequence).to(tl.int64)
+    first_key, end_key = _visible_keys(
+        length, window, context_index, BLOCK_SIZE, HAS_WINDOW, CONTEXT
     )
-    first = 0
-    if HAS_WINDOW:
-        first = tl.maximum(length - window, 0)
-    if CONTEXT > 1:
-        # From here on both count the keys of this rank.
-        length = _count_own_keys(length, context_index, BLOCK_SIZE, CONTEXT)
-        if HAS_WINDOW:
-            first = _count_own_keys(first, context_index, BLOCK_SIZE, CONTEXT)
-    # Tokens in the cache.
-    num_cached = length
-    if WRITES:
-        num_cached = tl.maximum(length - 1, 0)
+    num_tiles = _count_tiles(first_key, end_key, KEYS)
+    if NUM_SPLITS == 0:
+        kv_head = (work_begin - head_begin) // num_tiles
+        head_begin += kv_head * num_tiles
+        tile = first_key // KEYS + work_begin - head_begin
+    else:
+        kv_head = program // NUM_SPLITS % num_kv_heads
+        tile = first_key // KEYS + program % NUM_SPLITS
+        work_begin = 0
+        head_begin = 0
+        work_end = tl.maximum(tl.cdiv(num_tiles - program % NUM_SPLITS, NUM_SPLITS), 1)
+        num_tiles = work_end
+    first_sequence = sequence
+    first_kv_head = kv_head
+    first_head_begin = head_begin
+    first_num_tiles = num_tiles
     peak = tl.full([GROUP_ROWS], -float("inf"), tl.float32)
     total = tl.zeros([GROUP_ROWS], tl.float32)
     y = tl.zeros([GROUP_ROWS, HEAD_COLUMNS], tl.float32)
-    for i in tl.range(first // BLOCK_SIZE + split, tl.cdiv(num_cached, BLOCK_SIZE), NUM_SPLITS):
-        block = tl.load(block_table + table_row * table_stride + i).to(tl.int64)
-        place = i * BLOCK_SIZE + slots
-        is_visible = place < num_cached
+    if BLOCK_SIZE % KEYS == 0:
+        # Loaded one tile before: an address that is loaded with its tile halves the pipeline.
+        block = tl.load(block_table + table_row * table_stride + tile * KEYS // BLOCK_SIZE)
+    if IS_DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    for work in tl.range(work_begin, work_end):
+        key = tile * KEYS + key_range
+        is_visible = key < end_key
         if HAS_WINDOW:
-            is_visible &= place >= first
-        tile = (
-            block * block_stride
-            + kv_head * kv_head_stride
-            + slots[:, None] * slot_stride
-            + columns[None, :]
+            is_visible &= key >= first_key
+        if BLOCK_SIZE % KEYS == 0:
+            at = block.to(tl.int64) * block_stride + kv_head * kv_head_stride
+            at += tile * KEYS % BLOCK_SIZE * slot_stride + key_range * slot_stride
+        else:
+            table = block_table + table_row * table_stride + key // BLOCK_SIZE
+            blocks = tl.load(table, mask=is_visible, other=0).to(tl.int64)
+            at = blocks * block_stride + kv_head * kv_head_stride + key % BLOCK_SIZE * slot_stride
+        heads = kv_head * GROUP + rows
+        query = tl.load(
+            q + sequence * q_token_stride + heads[:, None] * q_head_stride + columns[None, :],
+            mask=is_inside,
+            other=0.0,
         )
+        key_pointers = keys + at[:, None] + columns[None, :]
+        value_pointers = values + at[:, None] + columns[None, :]
+        if WRITES:
+            # The last key and value come from the step.
+            is_new = (key == end_key - 1)[:, None]
+            new_key = new_keys + sequence * k_token_stride + kv_head * k_head_stride + columns
+            new_value = new_values + sequence * v_token_stride + kv_head * v_head_stride + columns
+            key_pointers = tl.where(is_new, new_key[None, :], key_pointers)
+            value_pointers = tl.where(is_new, new_value[None, :], value_pointers)
         y, total, peak = _attend_to_tile(
             query,
             y,
             total,
             peak,
-            keys,
-            values,
-            tile,
+            key_pointers,
+            value_pointers,
             is_visible[:, None] & is_column[None, :],
             is_visible[None, :],
             scale,
@@ -235,120 +449,144 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
             HAS_CAP=HAS_CAP,
             EXACT=EXACT,
         )
+        is_head_end = work + 1 == head_begin + num_tiles
+        if is_head_end | (work + 1 == work_end):
+            if NUM_SPLITS == 0:
+                has_first_tile = head_begin >= work_begin
+                is_complete = has_first_tile & is_head_end
+                slot = program * 2 + has_first_tile.to(tl.int32)
+            else:
+                has_first_tile = program % NUM_SPLITS == 0
+                is_complete = NUM_SPLITS == 1
+                slot = program
+            # Of base 2, as the exponents are.
+            lse = tl.where(total == 0.0, -float("inf"), peak + tl.log2(total))
+            y = y / tl.where(total == 0.0, 1.0, total)[:, None]
+            row_index = (sequence * num_kv_heads + kv_head) * GROUP + rows
+            tl.store(
+                merged + row_index[:, None] * HEAD_DIM + columns[None, :],
+                y.to(merged.dtype.element_ty),
+                mask=is_inside & is_complete,
+            )
+            if RETURNS_LSE:
+                tl.store(merged_lse + row_index, lse * LOG_2, mask=is_row & is_complete)
+            if NUM_SPLITS != 1:
+                row_index = slot * GROUP + rows
+                tl.store(partial_lse + row_index, lse, mask=is_row & (not is_complete))
+                tl.store(
+                    partial_y + row_index[:, None] * HEAD_DIM + columns[None, :],
+                    y,
+                    mask=is_inside & (not is_complete),
+                )
+            peak = tl.full([GROUP_ROWS], -float("inf"), tl.float32)
+            total = tl.zeros([GROUP_ROWS], tl.float32)
+            y = tl.zeros([GROUP_ROWS, HEAD_COLUMNS], tl.float32)
+        tile += TILE_STEP
+        if NUM_SPLITS == 0:
+            # The next head of this sequence, or the first one of the next sequence.
+            is_next_sequence = is_head_end & (kv_head + 1 == num_kv_heads)
+            sequence += (is_next_sequence & (sequence + 1 < num_sequences)).to(tl.int32)
+            length = tl.load(seq_lens + sequence, mask=is_next_sequence, other=length).to(tl.int32)
+            table_row = tl.load(table_rows + sequence, mask=is_next_sequence, other=table_row).to(
+                tl.int64
+            )
+            first_key, end_key = _visible_keys(
+                length, window, context_index, BLOCK_SIZE, HAS_WINDOW, CONTEXT
+            )
+            kv_head = tl.where(is_next_sequence, 0, kv_head + is_head_end.to(tl.int32))
+            head_begin += tl.where(is_head_end, num_tiles, 0)
+            num_tiles = _count_tiles(first_key, end_key, KEYS)
+            tile = tl.where(is_head_end, first_key // KEYS, tile)
+        if BLOCK_SIZE % KEYS == 0:
+            block = tl.load(
+                block_table + table_row * table_stride + tile * KEYS // BLOCK_SIZE,
+                mask=work + 1 < work_end,
+                other=0,
+            )
     if WRITES:
-        last = num_cached // BLOCK_SIZE
-        is_own = (length > 0) & ((last - first // BLOCK_SIZE) % NUM_SPLITS == split)
+        # New keys and values that this program stores: each that many programs apart.
+        stored = program + tl.arange(0, STORED_TOKENS) * tl.num_programs(0)
+        is_stored = stored < num_sequences * num_kv_heads
+        stored_sequence = stored // num_kv_heads
+        stored_head = stored % num_kv_heads
+        last_key = tl.load(seq_lens + stored_sequence, mask=is_stored, other=0).to(tl.int32) - 1
+        is_stored &= last_key >= 0
+        table = tl.load(table_rows + stored_sequence, mask=is_stored, other=0).to(tl.int64)
+        table = block_table + table * table_stride + last_key // BLOCK_SIZE
+        stored_at = tl.load(table, mask=is_stored, other=0).to(tl.int64) * block_stride
+        stored_at += stored_head * kv_head_stride + last_key % BLOCK_SIZE * slot_stride
+        stored_mask = is_stored[:, None] & is_column[None, :]
         new_k = tl.load(
-            new_keys + sequence * k_token_stride + kv_head * k_head_stride + columns,
-            mask=is_column & is_own,
-            other=0.0,
+            new_keys
+            + (stored_sequence * k_token_stride + stored_head * k_head_stride)[:, None]
+            + columns[None, :],
+            mask=stored_mask,
         )
         new_v = tl.load(
-            new_values + sequence * v_token_stride + kv_head * v_head_stride + columns,
-            mask=is_column & is_own,
-            other=0.0,
+            new_values
+            + (stored_sequence * v_token_stride + stored_head * v_head_stride)[:, None]
+            + columns[None, :],
+            mask=stored_mask,
         )
-        block = tl.load(block_table + table_row * table_stride + last, mask=is_own, other=0)
-        at = block.to(tl.int64) * block_stride + kv_head * kv_head_stride
-        at += num_cached % BLOCK_SIZE * slot_stride
-        tl.store(keys + at + columns, new_k, mask=is_column & is_own)
-        tl.store(values + at + columns, new_v, mask=is_column & is_own)
-        score = tl.sum(query.to(tl.float32) * new_k.to(tl.float32)[None, :], 1) * scale
-        if HAS_CAP:
-            score = cap * (1.0 - 2.0 / (tl.exp(2.0 * score / cap) + 1.0))
-        score = tl.where(is_own, score * LOG2_E, -float("inf"))
-        new_peak = tl.maximum(peak, score)
-        safe_peak = tl.where(new_peak == -float("inf"), 0.0, new_peak)
-        decay = tl.exp2(peak - safe_peak)
-        p = tl.exp2(score - safe_peak)
-        total = total * decay + p
-        y = y * decay[:, None] + p[:, None] * new_v.to(tl.float32)[None, :]
-        peak = new_peak
-    # Of base 2, as the exponents are.
-    lse = tl.where(total == 0.0, -float("inf"), peak + tl.log2(total))
-    y = y / tl.where(total == 0.0, 1.0, total)[:, None]
-    row_index = sequence * num_heads + heads
-    inside_row = is_row[:, None] & is_column[None, :]
-    out = row_index[:, None] * HEAD_DIM + columns[None, :]
-    if NUM_SPLITS == 1:
-        tl.store(merged + out, y.to(merged.dtype.element_ty), mask=inside_row)
-        if RETURNS_LSE:
-            tl.store(partial_lse + row_index, lse * LOG_2, mask=is_row)
-    else:
-        place_own = row_index * NUM_SPLITS + split
-        tl.store(partial_lse + place_own, lse, mask=is_row)
-        tl.store(partial_y + place_own[:, None] * HEAD_DIM + columns[None, :], y, mask=inside_row)
-        if MERGES:
-            # Everything that this program stored is visible to the program that merges.
-            tl.debug_barrier()
-            counter = counters + sequence * tl.num_programs(1) + kv_head
-            if tl.atomic_add(counter, 1, sem="acq_rel") == NUM_SPLITS - 1:
-                tl.store(counter, 0)
-                splits = tl.arange(0, NUM_SPLITS)
-                all_lse = tl.load(
-                    partial_lse + row_index[:, None] * NUM_SPLITS + splits[None, :],
-                    mask=is_row[:, None],
-                    other=-float("inf"),
-                    cache_modifier=".cg",
+    if NUM_SPLITS != 1:
+        # The first head of the range, and the last one if it goes on, have parts of other programs.
+        shared = tl.arange(0, 2)
+        is_first = shared == 0
+        shared_index = tl.where(
+            is_first,
+            first_sequence * num_kv_heads + first_kv_head,
+            sequence * num_kv_heads + kv_head,
+        )
+        if NUM_SPLITS == 0:
+            shared_begin = tl.where(is_first, first_head_begin, head_begin)
+            shared_end = shared_begin + tl.where(is_first, first_num_tiles, num_tiles)
+            begin_program = _program_of(shared_begin, least_work, num_longer)
+            num_parts = _program_of(shared_end - 1, least_work, num_longer) - begin_program + 1
+            first_slot = 2 * begin_program + 1
+            is_shared = is_first | (head_begin > first_head_begin)
+            is_shared &= (num_parts > 1) & (shared_begin < work_end)
+        else:
+            num_parts = tl.full([2], NUM_SPLITS, tl.int32)
+            first_slot = tl.full([2], program // NUM_SPLITS * NUM_SPLITS, tl.int32)
+            is_shared = is_first
+        # Everything that this program stored is visible to the program that merges.
+        tl.debug_barrier()
+        num_stored = tl.atomic_add(counters + shared_index, 1, mask=is_shared, sem="acq_rel")
+        is_last = is_shared & (num_stored == num_parts - 1)
+        tl.store(counters + shared_index, 0, mask=is_last)
+    if WRITES:
+        tl.store(keys + stored_at[:, None] + columns[None, :], new_k, mask=stored_mask)
+        tl.store(values + stored_at[:, None] + columns[None, :], new_v, mask=stored_mask)
+    if NUM_SPLITS != 1:
+        for i in tl.range(0, 2, num_stages=1):
+            is_own = is_last & (shared == i)
+            if tl.max(is_own.to(tl.int32), 0) == 1:
+                slot = tl.sum(tl.where(is_own, first_slot, 0), 0)
+                index = tl.sum(tl.where(is_own, shared_index, 0), 0)
+                merged_rows = tl.arange(0, MERGED_ROWS)
+                is_merged = (merged_rows < GROUP)[:, None] & is_column[None, :]
+                merged_y, lse = _merge_parts(
+                    partial_y,
+                    partial_lse,
+                    slot,
+                    slot + 1,
+                    SLOT_STEP,
+                    tl.sum(tl.where(is_own, num_parts, 0), 0),
+                    merged_rows,
+                    columns,
+                    is_merged,
+                    HEAD_DIM,
+                    GROUP,
                 )
-                most = tl.max(all_lse, 1)
-                most = tl.where(most == -float("inf"), 0.0, most)
-                sum_all = tl.sum(tl.exp2(all_lse - most[:, None]), 1)
-                y_all = tl.zeros([GROUP_ROWS, HEAD_COLUMNS], tl.float32)
-                for j in tl.static_range(NUM_SPLITS):
-                    place_j = row_index * NUM_SPLITS + j
-                    lse_j = tl.load(
-                        partial_lse + place_j,
-                        mask=is_row,
-                        other=-float("inf"),
-                        cache_modifier=".cg",
-                    )
-                    y_j = tl.load(
-                        partial_y + place_j[:, None] * HEAD_DIM + columns[None, :],
-                        mask=inside_row,
-                        other=0.0,
-                        cache_modifier=".cg",
-                    )
-                    y_all += tl.exp2(lse_j - most)[:, None] * y_j
-                y_all = y_all / tl.where(sum_all == 0.0, 1.0, sum_all)[:, None]
-                tl.store(merged + out, y_all.to(merged.dtype.element_ty), mask=inside_row)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _merge_kernel(  # type: ignore[no-untyped-def]
-    partial_y,
-    partial_lse,
-    y,
-    merged_lse,
-    HEAD_DIM: tl.constexpr,
-    HEAD_COLUMNS: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
-    RETURNS_LSE: tl.constexpr,
-    IS_DEPENDENT: tl.constexpr,
-):
-    """Merges the splits of one head of one sequence."""
-    if IS_DEPENDENT:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    row = tl.program_id(0)
-    splits = tl.arange(0, NUM_SPLITS)
-    columns = tl.arange(0, HEAD_COLUMNS)
-    is_column = columns < HEAD_DIM
-    lse = tl.load(partial_lse + row * NUM_SPLITS + splits)
-    peak = tl.max(lse, 0)
-    # A padding row has no keys.
-    weights = tl.exp2(lse - tl.where(peak == -float("inf"), 0.0, peak))
-    total = tl.sum(weights, 0)
-    parts = tl.load(
-        partial_y + (row * NUM_SPLITS + splits[:, None]) * HEAD_DIM + columns[None, :],
-        mask=is_column[None, :],
-        other=0.0,
-    )
-    merged = tl.sum(parts * weights[:, None], 0) / tl.where(total == 0.0, 1.0, total)
-    tl.store(y + row * HEAD_DIM + columns, merged.to(y.dtype.element_ty), mask=is_column)
-    if RETURNS_LSE:
-        # Without keys the peak is -inf, and so is the sum.
-        tl.store(merged_lse + row, (peak + tl.log2(tl.where(total == 0.0, 1.0, total))) * LOG_2)
+                merged_rows += index * GROUP
+                tl.store(
+                    merged + merged_rows[:, None] * HEAD_DIM + columns[None, :],
+                    merged_y.to(merged.dtype.element_ty),
+                    mask=is_merged,
+                )
+                if RETURNS_LSE:
+                    is_row = merged_rows < index * GROUP + GROUP
+                    tl.store(merged_lse + merged_rows, lse * LOG_2, mask=is_row)
 
 
 @dataclass(frozen=True, eq=False)
@@ -360,6 +598,48 @@ class OwnPages:
     context_index: int
     lse: Tensor
     """Log-sum-exps of all heads of each query, fp32 `[n, h]`."""
+
+
+@dataclass(frozen=True)
+class DecodeTiling:
+    """How the decode kernel divides its work."""
+
+    keys: int
+    """Keys of a tile."""
+    programs_per_multiprocessor: int
+    num_warps: int
+    num_stages: int
+    max_registers: int | None = None
+    min_work: int = 2
+    """Minimum number of tiles of a program."""
+
+
+@functools.cache
+def _device_limits(device: int) -> tuple[int, int]:
+    """Returns the number of multiprocessors, and the bytes of shared memory of a program."""
+    properties = triton.runtime.driver.active.utils.get_device_properties(device)
+    return properties["multiprocessor_count"], properties["max_shared_mem"]
+
+
+def choose_decode_tiling(head_dim: int, itemsize: int, shared_memory: int) -> DecodeTiling:
+    """Returns a tiling with two tiles of keys and values in flight, if they fit.
+
+    The constants were measured on an H200 with 17 batches, see docs/benchmarks/inference.md.
+    shared_memory: bytes that a program can have.
+    """
+    columns = max(16, triton.next_power_of_2(head_dim))
+    if itemsize == 4:
+        keys, num_programs, num_warps, max_registers = 32, 1, 4, None
+    elif columns > 128:
+        keys, num_programs, num_warps, max_registers = 64, 1, 8, None
+    elif columns > 64:
+        keys, num_programs, num_warps, max_registers = 64, 2, 4, None
+    else:
+        keys, num_programs, num_warps, max_registers = 64, 3, 4, 168
+    stage_bytes = (2 * keys + MIN_ROWS) * columns * itemsize
+    # One tile in flight has two stages, n have n + 1.
+    num_stages = 3 if 2 * stage_bytes < shared_memory else 2
+    return DecodeTiling(keys, num_programs, num_warps, num_stages, max_registers)
 
 
 def decode_attention(
@@ -375,36 +655,41 @@ def decode_attention(
     cap: float = 0.0,
     num_splits: int = 0,
     own: OwnPages | None = None,
+    tiling: DecodeTiling | None = None,
 ) -> Tensor:
     """Attends from queries, `[n, h, k]`, to the first tokens of their sequences in the cache.
 
     table_rows: row of each query in `block_table`, `[n]`; seq_lens: number of tokens it sees.
     new: key and value of the last of these tokens, `[n, g, k]` each, which the cache does not have
     yet; they are written to it. Then each query must be of another sequence. counters: int32, at
-    least `[n · g]`, zeros before and after; with them one kernel is enough. num_splits: number of
-    splits of a sequence, a power of two; 0 chooses it by the batch. The order of additions depends
-    on it and on the length of the sequence only. own: attends to the pages of one rank of context
-    only, without `new` and `counters`; the result is then in fp32.
+    least `[n · g]`, zeros before and after. num_splits: number of splits of a sequence, so that the
+    order of additions depends on it and on the length of the sequence only; 0 divides the tiles of
+    all sequences equally. own: attends to the pages of one rank of context only, without `new`; the
+    result is then in fp32.
     """
-    assert own is None or (new is None and counters is None), "pages are written before"
+    assert own is None or new is None, "pages are written before"
+    assert cache.keys.stride() == cache.values.stride(), "keys and values have one layout"
     num_sequences, num_heads, head_dim = q.shape
     kv_heads = cache.keys.shape[1]
     group = num_heads // kv_heads
-    if not num_splits:
-        wanted = TARGET_PROGRAMS // max(num_sequences * kv_heads, 1)
-        num_splits = min(MAX_SPLITS, max(1, 1 << max(wanted, 1).bit_length() - 1))
-    shape = (num_sequences, num_heads, num_splits)
-    partial_y = torch.empty((*shape, head_dim), dtype=torch.float32, device=q.device)
-    partial_lse = torch.empty(shape, dtype=torch.float32, device=q.device)
-    dtype = q.dtype if own is None else torch.float32
-    y = torch.empty((num_sequences, num_heads, head_dim), dtype=dtype, device=q.device)
-    if own is not None and num_splits == 1:
-        partial_lse = own.lse
-    columns = triton.next_power_of_2(head_dim)
-    assert cache.keys.stride() == cache.values.stride(), "keys and values have one layout"
+    num_multiprocessors, shared_memory = _device_limits(q.device.index)
+    if tiling is None:
+        tiling = choose_decode_tiling(head_dim, q.element_size(), shared_memory)
+    if num_splits:
+        num_programs = num_slots = num_sequences * kv_heads * num_splits
+    else:
+        num_programs = num_multiprocessors * tiling.programs_per_multiprocessor
+        num_slots = 2 * num_programs
+    y_dtype = q.dtype if own is None else torch.float32
+    y = torch.empty((num_sequences, num_heads, head_dim), dtype=y_dtype, device=q.device)
+    partial_y = torch.empty((num_slots, group, head_dim), dtype=torch.float32, device=q.device)
+    partial_lse = torch.empty((num_slots, group), dtype=torch.float32, device=q.device)
+    if counters is None:
+        counters = torch.zeros(num_sequences * kv_heads, dtype=torch.int32, device=q.device)
+    sequences_at_once = 32 if num_sequences <= 32 else MAX_SEQUENCES_AT_ONCE
     is_dependent = has_dependent_launch(q.device.index)
     new_keys, new_values = new if new is not None else (q, q)
-    _decode_kernel[(num_sequences, kv_heads, num_splits)](
+    _decode_kernel[(num_programs,)](
         q,
         new_keys,
         new_values,
@@ -416,7 +701,8 @@ def decode_attention(
         partial_y,
         partial_lse,
         y,
-        y if counters is None else counters,
+        partial_lse if own is None else own.lse,
+        counters,
         head_dim**-0.5,
         cap,
         window,
@@ -424,43 +710,33 @@ def decode_attention(
         q.stride(1),
         *new_keys.stride()[:2],
         *new_values.stride()[:2],
-        cache.keys.stride(0),
-        cache.keys.stride(1),
-        cache.keys.stride(2),
+        *cache.keys.stride()[:3],
         block_table.stride(0),
-        num_heads,
+        num_sequences,
+        kv_heads,
         0 if own is None else own.context_index,
+        tiling.min_work,
         GROUP=group,
-        GROUP_ROWS=max(16, triton.next_power_of_2(group)),
+        GROUP_ROWS=max(MIN_ROWS, triton.next_power_of_2(group)),
+        MERGED_ROWS=triton.next_power_of_2(group),
         HEAD_DIM=head_dim,
-        HEAD_COLUMNS=max(16, columns),
+        HEAD_COLUMNS=max(16, triton.next_power_of_2(head_dim)),
         BLOCK_SIZE=cache.block_size,
+        KEYS=tiling.keys,
         NUM_SPLITS=num_splits,
         HAS_CAP=cap > 0.0,
         HAS_WINDOW=window > 0,
         WRITES=new is not None,
-        MERGES=counters is not None,
         CONTEXT=1 if own is None else own.context_size,
         RETURNS_LSE=own is not None,
         EXACT=q.dtype == torch.float32,
         IS_DEPENDENT=is_dependent,
-        num_warps=4,
-        num_stages=3,
-        launch_pdl=is_dependent,
-    )
-    if num_splits == 1 or counters is not None:
-        return y
-    _merge_kernel[(num_sequences * num_heads,)](
-        partial_y,
-        partial_lse,
-        y,
-        partial_lse if own is None else own.lse,
-        HEAD_DIM=head_dim,
-        HEAD_COLUMNS=max(16, columns),
-        NUM_SPLITS=num_splits,
-        RETURNS_LSE=own is not None,
-        IS_DEPENDENT=is_dependent,
-        num_warps=1 if head_dim <= 128 else 2,
+        SEQUENCES_AT_ONCE=sequences_at_once,
+        HAS_ONE_CHUNK=num_sequences <= sequences_at_once,
+        STORED_TOKENS=triton.next_power_of_2(triton.cdiv(num_sequences * kv_heads, num_programs)),
+        num_warps=tiling.num_warps,
+        num_stages=tiling.num_stages,
+        maxnreg=tiling.max_registers,
         launch_pdl=is_dependent,
     )
     return y
@@ -584,9 +860,8 @@ def _chunk_kernel(  # type: ignore[no-untyped-def]
                 out,
                 total,
                 peak,
-                keys,
-                values,
-                at[:, None] + columns[None, :],
+                keys + at[:, None] + columns[None, :],
+                values + at[:, None] + columns[None, :],
                 is_column[None, :],
                 place[None, :] >= 0,
                 scale,
@@ -618,9 +893,8 @@ def _chunk_kernel(  # type: ignore[no-untyped-def]
                 out,
                 total,
                 peak,
-                keys,
-                values,
-                at[:, None] + columns[None, :],
+                keys + at[:, None] + columns[None, :],
+                values + at[:, None] + columns[None, :],
                 is_key[:, None] & is_column[None, :],
                 is_visible,
                 scale,

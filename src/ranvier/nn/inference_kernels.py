@@ -149,13 +149,13 @@ def multiply_in_order(x: Tensor, w: Tensor) -> Tensor:
         return y
     is_exact = x.dtype == torch.float32
     if num_rows <= 64 or is_exact:
-        block_m, block_n, block_k, stages, warps = 64, 64, 128, 4, 4
+        block_m, block_n, block_k, stages, warps = 64, 128, 64, 4, 4
         if num_rows <= 16:
-            block_m, stages = 16, 5
+            block_m, block_n, block_k, stages = 16, 64, 128, 5
         elif num_rows <= 32:
-            block_m = 32
+            block_m, block_n, block_k = 32, 64, 128
         if is_exact:
-            block_m, block_k, stages = min(block_m, 32), 32, 3
+            block_m, block_n, block_k, stages = min(block_m, 32), 64, 32, 3
     else:
         block_m, block_n, block_k, stages, warps = 128, 128, 64, 4, 8
     is_dependent = has_dependent_launch(x.device.index)
