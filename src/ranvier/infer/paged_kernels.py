@@ -227,7 +227,7 @@ def _merge_parts(  # type: ignore[no-untyped-def]
     return y / total[:, None], peak + tl.log2(total)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _program_of(tile, least_work, num_longer):  # type: ignore[no-untyped-def]
     """Returns the program whose range has a tile; the first `num_longer` ranges have one more."""
     num_long = num_longer * (least_work + 1)
