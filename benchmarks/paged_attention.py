@@ -187,7 +187,7 @@ def check_outputs(kernels: ModuleType, inputs: Inputs) -> None:
 def replay_seconds(
     run: Callable[[], object], inputs: Inputs, draws: list[Tensor], flush: Tensor, repeats: int
 ) -> float:
-    """Returns the time of a kernel in a CUDA graph: of each set of lengths the median, then mean."""
+    """Returns the time of a kernel in a CUDA graph: the mean over lengths of medians."""
     run()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
