@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -127,13 +128,15 @@ class StepGraphs:
         self._steps: dict[GraphSize, _CapturedStep | None] = {}
         """None for a class that cannot be captured."""
         self._samplings: dict[tuple[GraphSize, SamplingFlags], _CapturedSampling | None] = {}
+        self._device = sampled_tokens.device
         num_rows = max(decode_class(max_batch), self._mixed_rows(max_batch))
-        self._block_table = torch.zeros(num_rows, max_blocks, dtype=torch.int32, device="cuda")
-        self._split_counters = torch.zeros(num_rows * kv_heads, dtype=torch.int32, device="cuda")
+        int32 = partial(torch.zeros, dtype=torch.int32, device=self._device)
+        self._block_table = int32(num_rows, max_blocks)
+        self._split_counters = int32(num_rows * kv_heads)
         self._host_table = np.zeros((num_rows, max_blocks), dtype=np.int32)
         self._written: list[tuple[Sequence[int], int]] = [((), 0)] * num_rows
         """Blocks of each row of the table, and how many of them were written."""
-        self.logits = torch.empty(0, device="cuda")
+        self.logits = torch.empty(0, device=self._device)
         """Logits of the last step `[n, v]`; overwritten by the next one."""
 
     @staticmethod
@@ -243,7 +246,7 @@ class StepGraphs:
         if has_changed:
             width = max(len(chunk.blocks) for chunk in chunks)
             part = np.ascontiguousarray(self._host_table[: len(chunks), :width])
-            on_device = torch.from_numpy(part).pin_memory().to("cuda", non_blocking=True)
+            on_device = torch.from_numpy(part).pin_memory().to(self._device, non_blocking=True)
             self._block_table[: len(chunks), :width] = on_device
 
     def _step_of(self, size: GraphSize) -> _CapturedStep | None:
@@ -258,7 +261,7 @@ class StepGraphs:
 
     def _capture_step(self, size: GraphSize) -> _CapturedStep | None:
         """Captures the forward pass of a class of steps."""
-        numbers = torch.zeros(_num_fields(size), dtype=torch.int64, device="cuda")
+        numbers = torch.zeros(_num_fields(size), dtype=torch.int64, device=self._device)
         per_token, start_loc, per_row = _split_fields(numbers, size)
         tokens, positions, slots, known, token_rows, token_lens = per_token.unbind(0)
         seq_lens, sampled_rows = per_row[:2].unbind(0)
@@ -297,7 +300,7 @@ class StepGraphs:
         fields = dict(zip(names, step.sampling_fields.unbind(0), strict=True))
         fields |= {name: fields[name].view(torch.float64) for name in SAMPLING_FLOATS}
         inputs = SamplingInputs.without_entries(flags, **fields)
-        results = torch.zeros(size.num_rows, 1, dtype=torch.float64, device="cuda")
+        results = torch.zeros(size.num_rows, 1, dtype=torch.float64, device=self._device)
         count = min(size.num_rows, len(self._sampled_tokens))
 
         def run() -> Tensor:
