@@ -119,7 +119,7 @@ def build(errors: Any = "raise", backend: Any = "eager", compiled: bool = True) 
 def serve(model: Any, **options: Any) -> tuple[list[list[int]], EngineStats]:
     """Returns the greedy tokens of all prompts, and the statistics at the end."""
     config = EngineConfig(
-        **{"block_size": BLOCK_SIZE, "cuda_graphs": "off", "max_num_seqs": 4, **options}
+        block_size=BLOCK_SIZE, max_num_seqs=4, max_num_batched_tokens=64, **options
     )
     params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
     tokens = dict[str, list[int]]()
@@ -141,7 +141,7 @@ def count_graphs() -> int:
 def test_many_engines_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither engines of one model, nor variants of its blocks, add to one limit of dynamo."""
     monkeypatch.setattr("ranvier.nn.compile.RECOMPILE_LIMIT", 8)
-    want, _ = serve(build(compiled=False))
+    want, _ = serve(build(compiled=False), cuda_graphs="off")
     params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
     with torch._dynamo.config.patch(recompile_limit=8):
         model = build()
@@ -164,7 +164,7 @@ def test_a_step_of_every_class_has_few_graphs() -> None:
     model = build()
     have, _ = serve(model, cuda_graphs="startup")
     assert count_graphs() - before <= 12
-    assert have == serve(build(compiled=False))[0]
+    assert have == serve(build(compiled=False), cuda_graphs="off")[0]
 
 
 def test_a_closed_engine_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +182,7 @@ def test_a_closed_engine_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None
         return graph
 
     monkeypatch.setattr(CompiledBlocks, "_build_graph", remember)
-    serve(model)
+    serve(model, cuda_graphs="off")
     assert len(functions) > 1 and not compiled.graphs
     gc.collect()
     assert not [function for function in functions if function() is not None]
@@ -217,7 +217,7 @@ def test_blocks_that_cannot_be_compiled_run_eagerly(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    want, plain = serve(build(compiled=False))
+    want, plain = serve(build(compiled=False), cuda_graphs="off")
     assert plain.compile_failure == ""
     backend: Any = "eager" if planted == "trace" else failing_backend
     if planted == "trace":
@@ -237,7 +237,7 @@ def test_a_step_that_cannot_be_captured_runs_without_a_graph(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The work runs, and only its capture fails."""
-    want, _ = serve(build(compiled=False))
+    want, _ = serve(build(compiled=False), cuda_graphs="off")
     stream = SimpleNamespace(wait_stream=lambda other: None)
 
     @contextlib.contextmanager
