@@ -165,4 +165,4 @@ def test_the_environment_decides_for_auto(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(PlanError, match=r"RANVIER_COMPILE_ERRORS='ignore' is unknown.*Use"):
         read_compile_errors()
     with pytest.raises(PlanError, match="compile_errors='warn' is unknown"):
-        Plan(compile_errors="warn")  # type: ignore[arg-type]
+        Plan(compile_errors="warn").check_and_resolve(1)  # type: ignore[arg-type]
