@@ -55,9 +55,9 @@ def attend(
     places = torch.arange(keys.shape[2])
     # Padding sees one key.
     is_visible = places < sequences.token_lens.unsqueeze(1).clamp(min=1)
-    scores = torch.einsum("thk,tgnk->thn", q, keys) / q.shape[-1] ** 0.5
+    scores = torch.einsum("tqk,tgjk->tqj", q, keys) / q.shape[-1] ** 0.5
     weights = scores.masked_fill(~is_visible.unsqueeze(1), float("-inf")).softmax(-1)
-    return torch.einsum("thn,tgnk->thk", weights, values)
+    return torch.einsum("tqj,tgjk->tqk", weights, values)
 
 
 class ReplayedGraph:
