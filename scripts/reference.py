@@ -286,6 +286,9 @@ VARIABLES = {
     "RANVIER_CACHE": "Cache directory for tokenized corpora, compiled kernels, measured "
     "clusters and plans. Default: `ranvier` in `XDG_CACHE_HOME` or `~/.cache`; if that is not "
     "writable, a directory in the temporary directory.",
+    "RANVIER_COMPILE_ERRORS": "What happens if a block cannot be compiled or a step cannot be "
+    "captured as a CUDA graph, where `plan.compile_errors` is `auto`: `fallback` (the default; it "
+    "runs without a graph, and a warning says why) or `raise`, for checks and benchmarks.",
     "RANVIER_KEY": "Secret that all ranks of a run on several nodes share, at least 32 "
     "characters. Create it with `openssl rand -hex 32`.",
     "RANVIER_KEY_FILE": "File that contains the secret; only its owner may have access to it "

@@ -75,6 +75,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RANVIER_CACHE", str(tmp_path_factory.mktemp("cache")))
         patch.setenv("TOKENIZERS_PARALLELISM", "false")
+        patch.setenv("RANVIER_COMPILE_ERRORS", "raise")  # a slower run would pass unnoticed
         patch.setenv("RANVIER_KEY", secrets.token_hex(32))  # none is left in the user's home
         yield
 

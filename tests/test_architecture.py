@@ -269,6 +269,24 @@ def kinds_of_models(path: PurePosixPath, source: str) -> list[str]:
     return forbidden(path, source, KINDS) + compared
 
 
+def asserted_objects(path: PurePosixPath, source: str) -> list[str]:
+    """Asserts that something is not empty, by its truth value.
+
+    torch 2.11 makes a tensor of a condition that is no constant, number or tensor: a compiled block
+    ends with `scalar_tensor(): argument 's' must be Number`.
+    """
+    if top(path) not in {"models", "nn", "comm", "buckets"}:
+        return []
+    return [
+        f"{path}:{node.lineno}: {ast.unparse(node.test)}"
+        for node in walk(source)
+        if isinstance(node, ast.Assert)
+        and isinstance(node.test, ast.Name | ast.Attribute | ast.Subscript)
+        # A bool is a constant of the graph.
+        and not dotted_name(node.test).rpartition(".")[2].startswith(("is_", "has_"))
+    ]
+
+
 def vague_names(path: PurePosixPath, source: str) -> list[str]:
     words = {part.removesuffix(".py").strip("_") for part in path.parts}
     return [f"{path}: {word}" for word in sorted(words & VAGUE)]
@@ -353,6 +371,10 @@ def test_training_does_not_know_kinds_of_models(package: dict[PurePosixPath, str
     )
 
 
+def test_conditions_of_asserts_can_be_traced(package: dict[PurePosixPath, str]) -> None:
+    check(asserted_objects, package, "Compare its length or its value:")
+
+
 def test_names_say_what_is_inside(package: dict[PurePosixPath, str]) -> None:
     check(vague_names, package, "Name the module after the thing in it:")
 
@@ -408,6 +430,8 @@ BAD: list[tuple[Rule, str, str]] = [
     (kinds_of_models, "train/train.py", "if run.model.kind == 'decoder':\n    pass"),
     (kinds_of_models, "train/train.py", "x = 1 if run.model.kind in ('graph',) else 2"),
     (kinds_of_models, "train/train.py", "match run.model.kind:\n    case 'graph':\n        pass"),
+    (asserted_objects, "models/decoder.py", "assert self.kv_caches, 'an engine sets the caches'"),
+    (asserted_objects, "nn/attention.py", "assert layers[0]"),
     (vague_names, "comm/utils.py", ""),
     (vague_names, "common/collectives.py", ""),
     (vague_names, "_base.py", ""),
@@ -441,6 +465,9 @@ GOOD: list[tuple[Rule, str, str]] = [
     (foreign_to_models, "models/config.py", "from ranvier.setting import setting"),
     (kinds_of_models, "train/train.py", "row = find_kind(run.model.kind)"),
     (kinds_of_models, "infer/load.py", "from ranvier.models import Decoder"),
+    (asserted_objects, "models/decoder.py", "assert len(self.kv_caches) > 0 and x is not None"),
+    (asserted_objects, "comm/collectives.py", "assert self.is_even, self"),
+    (asserted_objects, "train/train.py", "assert self.kv_caches"),
     (vague_names, "data/corpora.py", ""),
 ]
 

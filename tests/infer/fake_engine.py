@@ -8,6 +8,7 @@ only; at temperature 0 on prompt and position. Words in a prompt ask for more:
     BREAK_ADD        `add` raises another error
     BREAK_REQUEST    the request ends with an error at its second token
     BREAK_STEP       the step raises
+    NO_GRAPH         the engine says that blocks could not be compiled
     KILL             the process ends
 """
 
@@ -71,6 +72,7 @@ class FakeEngine:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.max_num_batched_tokens = max_num_batched_tokens
+        self._compile_failure = ""
         self._waiting: dict[str, FakeSequence] = {}
         self._running: dict[str, FakeSequence] = {}
         self._cache: set[tuple[str, tuple[int, ...]]] = set()
@@ -113,6 +115,8 @@ class FakeEngine:
                 os._exit(9)
             if b"BREAK_STEP" in one.prompt:
                 raise RuntimeError("the step is broken")
+            if b"NO_GRAPH" in one.prompt:
+                self._compile_failure = "Blocks run without a graph and are slower: Unsupported"
             ahead = len(one.request.prompt_token_ids) + one.num_tokens - one.num_computed
             count = min(ahead, budget)
             budget -= count
@@ -194,6 +198,7 @@ class FakeEngine:
             num_waiting_tokens=sum(len(one.request.prompt_token_ids) for one in waiting),
             num_blocks=self.num_blocks,
             num_free_blocks=self._num_free_blocks,
+            compile_failure=self._compile_failure,
             **self._counts,  # type: ignore[arg-type]
         )
 

@@ -256,13 +256,13 @@ def compiled_differences(grid: Grid) -> list[str]:
         lines += worst(f"gradient of {name}", part.cpu(), want, 1e-12, scale)
     blocks = get_parallel_model(model).compiled_blocks
     assert blocks is not None
-    before = len(blocks.graph_events)
+    before = len(blocks.graphs)
     # Other numbers of iterations run the same graphs: one with and one without gradients.
     model.recurrence = Recurrence(4, 3)
     forward_backward(model, micros_of(whole.batch, grid, 1))
-    if len(blocks.graph_events) != before:
-        lines.append(f"{len(blocks.graph_events) - before} more graphs for other iterations")
-    kinds = [key for key in blocks.graph_events if "RecurrentCore" in str(key)]
+    if len(blocks.graphs) != before:
+        lines.append(f"{len(blocks.graphs) - before} more graphs for other iterations")
+    kinds = [key for key in blocks.graphs if "RecurrentCore" in str(key)]
     if len(kinds) != 2:
         lines.append(f"{len(kinds)} graphs of the core")
     return lines

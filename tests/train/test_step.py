@@ -111,7 +111,7 @@ def test_many_shapes_run_without_a_graph_of_their_own(monkeypatch: pytest.Monkey
     assert compiled is not None
     for length in (8, 7, 6):
         forward_backward(model, [Batch(TOKENS[:, :length], TOKENS[:, :length])])
-    assert len(compiled.graph_events) == 3
+    assert len(compiled.graphs) == 3
 
 
 def test_what_cannot_be_asked_of_parallelize() -> None:

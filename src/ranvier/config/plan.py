@@ -31,6 +31,7 @@ RowSplitChoice = Literal["auto", "tokens", "none"]
 Overlap = Literal["dx", "dw", "weight_gather", "moe_dispatch", "context_keys", "residual"]
 Dispatch = Literal["model", "bf16", "fp8"]
 Compile = Literal["auto", "on", "off"]
+CompileErrors = Literal["auto", "fallback", "raise"]
 ContextOrder = Literal["contiguous", "zigzag", "balanced"]
 ContextOrderChoice = Literal["auto", "contiguous", "zigzag", "balanced"]
 ContextAttention = Literal["kv_gather", "ring", "ulysses"]
@@ -136,6 +137,11 @@ class Plan:
     graph breaks; with expert > 1 a graph ends at the experts of its block. auto compiles on CUDA
     with Triton if context, depth, row and col are 1, because a graph does not overlap their
     communication. The first run takes longer to start; later runs use the compile cache."""
+    compile_errors: CompileErrors = "auto"
+    """What happens if a block cannot be compiled, or a step cannot be captured as a CUDA graph, in
+    training and in an engine: fallback (a warning; the block or the step runs without a graph, with
+    the same numbers) or raise (an error). auto takes the value of the environment variable
+    RANVIER_COMPILE_ERRORS, or fallback if it is not set."""
     cuda_graph: bool = False
     """Replay the whole step as one CUDA graph, for models so small that kernel launches dominate.
     Requires one rank and data.document_mask=False."""
@@ -394,6 +400,7 @@ class Plan:
         words += [("row_splits", self.row_splits, get_args(RowSplitChoice))]
         words += [("recompute", self.recompute, get_args(Recompute))]
         words += [("compile", self.compile, get_args(Compile))]
+        words += [("compile_errors", self.compile_errors, get_args(CompileErrors))]
         words += [("context_order", self.context_order, get_args(ContextOrderChoice))]
         words += [("context_attention", self.context_attention, get_args(ContextAttentionChoice))]
         words += [("schedule", self.schedule, get_args(PolicyName))]

@@ -299,6 +299,7 @@ class Engine:
             bytes_read=self._bytes_read,
             num_iterations=self._num_iterations,
             num_iterated_tokens=self._num_iterated_tokens,
+            compile_failure=self.runner.parallel.compile_fallback.reason,
         )
 
     # ---- a step -----------------------------------------------------------------------------

@@ -241,6 +241,7 @@ class ModelRunner:
                 max_batch=max_num_seqs,
                 max_tokens=max_num_batched_tokens,
                 kv_heads=shape[1],
+                fallback=self.parallel.compile_fallback,
             )
 
     def _refuse_streams_over_context(self) -> None:
@@ -328,6 +329,8 @@ class ModelRunner:
         """Frees the memory of keys and values. Afterwards no step can run."""
         for core in self._cores:
             core.kv_caches = ()
+        if self.parallel.compiled_blocks is not None:
+            self.parallel.compiled_blocks.drop_inference_graphs()
         self.step_graphs = None
         for restore in self._restore:
             restore()
@@ -480,7 +483,7 @@ class ModelRunner:
     def _run(self, step: StepInput) -> Tensor:
         """Returns the results of all homes, on the device."""
         size = None if self.step_graphs is None else self.step_graphs.size_of(step)
-        if self.step_graphs is not None and size is not None:
+        if self.step_graphs is not None and size is not None and self.step_graphs.can_run(size):
             (home,) = step.homes
             results = self.step_graphs.run(home, size, samples=step.num_top < 0)
             if results is not None:

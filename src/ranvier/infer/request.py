@@ -104,6 +104,8 @@ class EngineStats:
     the last one of each prompt, which has all iterations."""
     num_iterations: int = 0
     """Iterations of these tokens."""
+    compile_failure: str = ""
+    """What runs without a graph because it could not be compiled or captured, and why."""
 
     @property
     def mean_iterations(self) -> float:

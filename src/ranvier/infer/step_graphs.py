@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -23,6 +24,7 @@ from ranvier.infer.sampler_kernels import resolve_tokens
 from ranvier.infer.sampling_inputs import SamplingFlags, SamplingInputs
 from ranvier.infer.step_input import HomeInput, SequenceChunk, StepInput
 from ranvier.models.paged_attention import PagedSequences
+from ranvier.nn.compile_fallback import CompileFallback
 
 TOKEN_FIELDS = 6
 """Numbers of a token: id, position, slot, known tokens, row of its sequence, tokens it sees."""
@@ -99,6 +101,7 @@ class StepGraphs:
         max_batch: Maximum number of sequences of a step.
         max_tokens: Maximum number of tokens of a step.
         kv_heads: Number of kv heads.
+        fallback: What happens to a class of steps that cannot be captured.
     """
 
     def __init__(
@@ -112,6 +115,7 @@ class StepGraphs:
         max_batch: int,
         max_tokens: int,
         kv_heads: int,
+        fallback: CompileFallback,
     ) -> None:
         self._forward = forward
         self._sample = sample
@@ -119,16 +123,20 @@ class StepGraphs:
         self._block_size = block_size
         self._max_batch = max_batch
         self._max_tokens = max_tokens
+        self._fallback = fallback
         self._pool = torch.cuda.graph_pool_handle()
-        self._steps: dict[GraphSize, _CapturedStep] = {}
-        self._samplings: dict[tuple[GraphSize, SamplingFlags], _CapturedSampling] = {}
+        self._steps: dict[GraphSize, _CapturedStep | None] = {}
+        """None for a class that cannot be captured."""
+        self._samplings: dict[tuple[GraphSize, SamplingFlags], _CapturedSampling | None] = {}
+        self._device = sampled_tokens.device
         num_rows = max(decode_class(max_batch), self._mixed_rows(max_batch))
-        self._block_table = torch.zeros(num_rows, max_blocks, dtype=torch.int32, device="cuda")
-        self._split_counters = torch.zeros(num_rows * kv_heads, dtype=torch.int32, device="cuda")
+        int32 = partial(torch.zeros, dtype=torch.int32, device=self._device)
+        self._block_table = int32(num_rows, max_blocks)
+        self._split_counters = int32(num_rows * kv_heads)
         self._host_table = np.zeros((num_rows, max_blocks), dtype=np.int32)
         self._written: list[tuple[Sequence[int], int]] = [((), 0)] * num_rows
         """Blocks of each row of the table, and how many of them were written."""
-        self.logits = torch.empty(0, device="cuda")
+        self.logits = torch.empty(0, device=self._device)
         """Logits of the last step `[n, v]`; overwritten by the next one."""
 
     @staticmethod
@@ -171,23 +179,30 @@ class StepGraphs:
             if report is not None:
                 report(i + 1, len(sizes))
 
+    def can_run(self, size: GraphSize) -> bool:
+        """Whether steps of a class have a graph, which is captured if it is new."""
+        return self._step_of(size) is not None
+
     def run(self, home: HomeInput, size: GraphSize, *, samples: bool) -> Tensor | None:
         """Returns the results of all sampled tokens, `[n, 1]`; the next step overwrites them.
 
-        samples: whether tokens may be sampled here. None if they are not: the caller samples from
-        `logits`.
+        size: a class for which `can_run` is true. samples: whether tokens may be sampled here. None
+        if they are not: the caller samples from `logits`.
         """
         step = self._step_of(size)
+        assert step is not None, size
         numbers = torch.from_numpy(self._numbers_of(home, size)).pin_memory()
         step.numbers.copy_(numbers, non_blocking=True)
         self._update_table(home.chunks)
         step.graph.replay()
         flags = home.sampling.flags
         count = len(home.sampled_rows)
-        if flags.has_bias or flags.has_masks or flags.has_penalties or not samples:
+        sampling = None
+        if samples and not (flags.has_bias or flags.has_masks or flags.has_penalties):
+            sampling = self._sampling_of(size, flags)
+        if sampling is None:
             self.logits = step.logits[:count]
             return None
-        sampling = self._sampling_of(size, flags)
         sampling.graph.replay()
         return sampling.results[: max(count, 1)]
 
@@ -231,22 +246,22 @@ class StepGraphs:
         if has_changed:
             width = max(len(chunk.blocks) for chunk in chunks)
             part = np.ascontiguousarray(self._host_table[: len(chunks), :width])
-            on_device = torch.from_numpy(part).pin_memory().to("cuda", non_blocking=True)
+            on_device = torch.from_numpy(part).pin_memory().to(self._device, non_blocking=True)
             self._block_table[: len(chunks), :width] = on_device
 
-    def _step_of(self, size: GraphSize) -> _CapturedStep:
+    def _step_of(self, size: GraphSize) -> _CapturedStep | None:
         if size not in self._steps:
             self._steps[size] = self._capture_step(size)
         return self._steps[size]
 
-    def _sampling_of(self, size: GraphSize, flags: SamplingFlags) -> _CapturedSampling:
+    def _sampling_of(self, size: GraphSize, flags: SamplingFlags) -> _CapturedSampling | None:
         if (size, flags) not in self._samplings:
             self._samplings[size, flags] = self._capture_sampling(size, flags)
         return self._samplings[size, flags]
 
-    def _capture_step(self, size: GraphSize) -> _CapturedStep:
+    def _capture_step(self, size: GraphSize) -> _CapturedStep | None:
         """Captures the forward pass of a class of steps."""
-        numbers = torch.zeros(_num_fields(size), dtype=torch.int64, device="cuda")
+        numbers = torch.zeros(_num_fields(size), dtype=torch.int64, device=self._device)
         per_token, start_loc, per_row = _split_fields(numbers, size)
         tokens, positions, slots, known, token_rows, token_lens = per_token.unbind(0)
         seq_lens, sampled_rows = per_row[:2].unbind(0)
@@ -270,17 +285,22 @@ class StepGraphs:
             assert logits is not None, "one GPU has the last stage"
             return logits
 
-        graph, logits = self._capture(run)
+        captured = self._capture(run)
+        if captured is None:
+            return None
+        graph, logits = captured
         return _CapturedStep(graph, numbers, per_row[2:], logits)
 
-    def _capture_sampling(self, size: GraphSize, flags: SamplingFlags) -> _CapturedSampling:
+    def _capture_sampling(self, size: GraphSize, flags: SamplingFlags) -> _CapturedSampling | None:
         """Captures the sampling of a class of steps."""
         step = self._step_of(size)
+        if step is None:
+            return None
         names = (*SAMPLING_INTEGERS, *SAMPLING_FLOATS)
         fields = dict(zip(names, step.sampling_fields.unbind(0), strict=True))
         fields |= {name: fields[name].view(torch.float64) for name in SAMPLING_FLOATS}
         inputs = SamplingInputs.without_entries(flags, **fields)
-        results = torch.zeros(size.num_rows, 1, dtype=torch.float64, device="cuda")
+        results = torch.zeros(size.num_rows, 1, dtype=torch.float64, device=self._device)
         count = min(size.num_rows, len(self._sampled_tokens))
 
         def run() -> Tensor:
@@ -288,11 +308,16 @@ class StepGraphs:
             self._sampled_tokens[:count] = tokens[:count]
             return results
 
-        graph, results = self._capture(run)
-        return _CapturedSampling(graph, inputs, results)
+        captured = self._capture(run)
+        if captured is None:
+            return None
+        return _CapturedSampling(captured[0], inputs, results)
 
-    def _capture(self, run: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        """Captures work in a graph, and returns its output."""
+    def _capture(self, run: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor] | None:
+        """Captures work in a graph, and returns its output; None if it cannot be captured.
+
+        An error of the work itself is raised before the capture, in which nothing is executed.
+        """
         # Compiles kernels and allocates what libraries need, outside of the graph.
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -304,8 +329,14 @@ class StepGraphs:
         # A step before this one may have sampled them.
         self._sampled_tokens.copy_(kept)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            out = run()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool):
+                out = run()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            self._fallback.handle("Steps of the engine", error)
+            return None
         return graph, out
 
 

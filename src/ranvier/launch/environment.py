@@ -25,6 +25,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from ranvier.errors import PlanError
 from ranvier.launch.shared_file import SharedFile
@@ -268,6 +269,20 @@ def is_follower() -> bool:
 def read_environment(*names: str) -> dict[str, str]:
     """Returns the given variables that are set."""
     return {name: os.environ[name] for name in names if name in os.environ}
+
+
+def read_compile_errors() -> Literal["fallback", "raise"]:
+    """Returns what RANVIER_COMPILE_ERRORS says about failures of compilers; fallback by default."""
+    match os.environ.get("RANVIER_COMPILE_ERRORS") or "fallback":
+        case "fallback":
+            return "fallback"
+        case "raise":
+            return "raise"
+        case value:
+            raise PlanError(
+                f"RANVIER_COMPILE_ERRORS={value!r} is unknown. It says what happens if a block "
+                "cannot be compiled. Use 'fallback' or 'raise'."
+            )
 
 
 def read_added_options() -> list[str]:

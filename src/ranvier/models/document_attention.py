@@ -77,7 +77,7 @@ class Documents:
 
     def repeat_samples(self, count: int) -> Documents:
         """Returns the documents of `count` consecutive copies of each sample."""
-        assert self.lengths, "documents of a range of tokens have no lengths"
+        assert len(self.lengths) > 0, "documents of a range of tokens have no lengths"
         lengths = tuple(sample for sample in self.lengths for _ in range(count))
         return Documents.from_lengths(lengths, self.cu_seqlens.device)
 

@@ -5,6 +5,11 @@ depends on the block index: weights are inputs, and names are relative to the bl
 communication of a graph is recorded when it is compiled, and added to the trace under the name of
 the block at every call (without recomputed communication).
 
+A graph belongs to one variant of a block (its part, its recompute mode, the properties of its
+inputs) and is a compiled function of its own: variants and models share no cache and no limit of
+the compiler, and a graph is freed with its owner. A variant that cannot be compiled runs eagerly
+(`nn.compile_fallback`).
+
 Blocks that dispatch tokens to experts of other ranks are an exception, as the host must know the
 number of tokens. The part before the experts is a graph, and the experts run eagerly; with
 activation checkpointing or a ladder residual the whole block runs eagerly. Attention over context
@@ -14,8 +19,9 @@ is one operation of a graph (`nn.context_graph`), which records its communicatio
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from functools import cached_property
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
 from types import FunctionType
 from typing import Any, Literal, NamedTuple
 
@@ -25,15 +31,16 @@ from torch import Tensor
 from ranvier.config.plan import Recompute
 from ranvier.nn.activation_checkpoint import checkpoint_block
 from ranvier.nn.attention import AttentionCore
+from ranvier.nn.compile_fallback import CompileFallback, is_compile_error, is_launch_error
 from ranvier.nn.context_documents import ContextDocuments
 from ranvier.nn.context_graph import BlockAttention
 from ranvier.nn.layer import StepContext
 from ranvier.trace import Event, Trace
 
 RECOMPILE_LIMIT = 64
-"""Maximum number of graphs of a function (recompute modes, shapes, with and without documents)."""
+"""Maximum number of graphs of a variant, whose inputs may differ in ways that it does not know."""
 MAX_MODEL_GRAPHS = 24
-"""Maximum number of graphs of one model; further variants run eagerly."""
+"""Maximum number of variants of the blocks of a model that are compiled; others run eagerly."""
 
 
 class DeferredResidual(NamedTuple):
@@ -71,10 +78,27 @@ def has_cached_graphs() -> bool:
     return bool(misses == 0 and counters["stats"]["unique_graphs"] > 0)
 
 
-class CompiledBlocks:
-    """Compiles the blocks of a model and runs them."""
+@dataclass(eq=False)
+class BlockGraph:
+    """The graph of one variant of a block."""
 
-    def __init__(self, trace: Trace, moment: StepContext) -> None:
+    function: Callable[..., Any]
+    """Compiled; traced in its first call."""
+    is_inference: bool
+    events: list[Event] | None = None
+    """Its communication, with names relative to the block; None before the first call."""
+
+
+class CompiledBlocks:
+    """Compiles the blocks of a model and runs them.
+
+    Args:
+        trace: Trace of the grid.
+        moment: State of the current step.
+        fallback: What happens to a variant that cannot be compiled.
+    """
+
+    def __init__(self, trace: Trace, moment: StepContext, fallback: CompileFallback) -> None:
         # Imported here, as the import takes a second.
         import torch._dynamo
 
@@ -82,20 +106,27 @@ class CompiledBlocks:
         torch._dynamo.config.recompile_limit = max(limit, RECOMPILE_LIMIT)
         self.trace = trace
         self.step_context = moment
+        self.fallback = fallback
         self.is_enabled = True
         self.backend = "inductor"
         """The backend of torch.compile; can be changed until the first call. "aot_eager" traces as
         inductor does, but runs one operation at a time."""
-        self.graph_events: dict[tuple[Any, ...], list[Event]] = {}
-        """Communication of each graph, with names relative to the block."""
+        self.graphs: dict[tuple[Any, ...], BlockGraph] = {}
+        """The graph of each variant that was compiled."""
+        self._eager_keys: set[tuple[Any, ...]] = set()
+        """Variants that could not be compiled."""
 
-    @cached_property
-    def compiled_function(self) -> Callable[..., Any]:
-        """The compiled function that runs a block or a part of it."""
-        # Dynamo caches graphs by code object. Each model has its own copy: with a graph of another
-        # model nothing would be traced here, and the communication would not be recorded.
+    def drop_inference_graphs(self) -> None:
+        """Frees the graphs of an engine that is closed; the next one has another cache."""
+        self.graphs = {key: graph for key, graph in self.graphs.items() if not graph.is_inference}
+
+    def _build_graph(self, is_inference: bool) -> BlockGraph:
+        """Returns a graph that is traced in its first call."""
+        # Dynamo caches graphs by code object. With a graph of another variant nothing would be
+        # traced here, and the communication would not be recorded.
         own = FunctionType(_run_block_part.__code__.replace(), globals(), _run_block_part.__name__)
-        return torch.compile(own, fullgraph=True, dynamic=False, backend=self.backend)
+        compiled = torch.compile(own, fullgraph=True, dynamic=False, backend=self.backend)
+        return BlockGraph(compiled, is_inference)
 
     def __call__(self, block: torch.nn.Module, name: str, kind: Recompute, *args: Any) -> Any:
         """Runs a block, compiled if possible."""
@@ -136,14 +167,27 @@ class CompiledBlocks:
             ]
             adds = sum(isinstance(one, Tensor) for one in others)
             key = (type(block), part, *form, adds, *kinds, more is None, x.shape[1] == 1)
-            if key not in self.graph_events:
+            if key not in self.graphs:
                 _mark_tokens_dynamic(args)
-        # Above this limit new variants run eagerly, before dynamo reaches its recompile limit.
-        many = key not in self.graph_events and len(self.graph_events) >= MAX_MODEL_GRAPHS
-        if many or (travels and (kind != "none" or any(form))):
-            x = x if more is None else x + more
-            return checkpoint_block(type(block).forward, kind, self.step_context, block, x, *others)
-        out = self._call_graph(key, block, name, (kind, part), x, more, *others)
+        is_refused = key in self._eager_keys or (
+            key not in self.graphs and len(self.graphs) >= MAX_MODEL_GRAPHS
+        )
+        run_eagerly = partial(self._run_eagerly, block, kind, x, more, *others)
+        if is_refused or (travels and (kind != "none" or any(form))):
+            return run_eagerly()
+        if key not in self.graphs:
+            self.graphs[key] = self._build_graph(is_inference)
+        try:
+            out = self._call_graph(self.graphs[key], block, name, (kind, part), x, more, *others)
+        except Exception as error:
+            graph = self.graphs.pop(key)
+            # A kernel may fail to start after the graph has communicated, which other ranks do not
+            # repeat.
+            if not is_compile_error(error) or (graph.events and is_launch_error(error)):
+                raise
+            self.fallback.handle("Blocks", error)
+            self._eager_keys.add(key)
+            return run_eagerly()
         if travels:
             # The experts run eagerly, between the graph and the residual add.
             x, y = out
@@ -154,9 +198,16 @@ class CompiledBlocks:
             return DeferredResidual(*out)
         return out
 
+    def _run_eagerly(
+        self, block: torch.nn.Module, kind: Recompute, x: Tensor, more: Tensor | None, *args: Any
+    ) -> Any:
+        """Runs a block without a graph."""
+        x = x if more is None else x + more
+        return checkpoint_block(type(block).forward, kind, self.step_context, block, x, *args)
+
     def _call_graph(
         self,
-        key: tuple[Any, ...],
+        graph: BlockGraph,
         block: torch.nn.Module,
         name: str,
         how: tuple[Recompute, BlockPart],
@@ -165,28 +216,45 @@ class CompiledBlocks:
         """Calls the graph and adds its communication to the trace."""
         layers = _context_layers(block)
         args = tuple(_as_graph_input(arg, name, layers) for arg in args)
-        if key in self.graph_events and not self.trace.enabled:
-            return self.compiled_function(*how, self.step_context, block, *args)
+        if graph.events is not None and not self.trace.enabled:
+            return graph.function(*how, self.step_context, block, *args)
         where = self.trace.where
         depth = len(self.trace.outer_scopes)
+        is_first = graph.events is None
+        # Attention over context records its events in each call, under its full name.
+        scopes = {layer.site.name for layer in layers.values()}
         try:
             # Events are recorded only while a graph is traced. For an existing graph `noted` is
             # empty, and the stored events are used.
-            with self.trace.record_events() as noted:
-                out = self.compiled_function(*how, self.step_context, block, *args)
+            with self.trace.record_events() as noted, _lower_backward_too(is_first):
+                out = graph.function(*how, self.step_context, block, *args)
         finally:
             # Tracing may have stopped inside a scope; restore the scopes of the caller.
             self.trace.where = where
             del self.trace.outer_scopes[depth:]
-        # Attention over context records its events in each call, under its full name.
-        scopes = {layer.site.name for layer in layers.values()}
-        own = [event for event in noted if event.where in scopes]
-        traced = [event for event in noted if event.where not in scopes]
-        events = self.graph_events.setdefault(key, traced)
+            if is_first:
+                graph.events = [event for event in noted if event.where not in scopes]
         if self.trace.enabled:
-            self.trace.events += own
-            self.trace.events += [replace(e, where=f"{name}.{e.where}") for e in events]
+            assert graph.events is not None
+            self.trace.events += [event for event in noted if event.where in scopes]
+            self.trace.events += [replace(e, where=f"{name}.{e.where}") for e in graph.events]
         return out
+
+
+def _lower_backward_too(is_first: bool) -> AbstractContextManager[Any]:
+    """Context in which the backward graph is compiled with the forward graph.
+
+    Otherwise a failure would appear in the backward pass, in which a block cannot run eagerly any
+    more.
+    """
+    if not is_first:
+        return nullcontext()
+    import torch._functorch.config
+
+    context: AbstractContextManager[Any] = torch._functorch.config.patch(
+        force_non_lazy_backward_lowering=True
+    )
+    return context
 
 
 def _context_layers(block: torch.nn.Module) -> dict[str, AttentionCore]:

@@ -25,6 +25,7 @@ from ranvier.errors import ShardingError
 from ranvier.grid import Axis, Grid
 from ranvier.models.recurrence import ONE_CALL, LayerCalls
 from ranvier.nn.compile import CompiledBlocks
+from ranvier.nn.compile_fallback import CompileFallback
 from ranvier.nn.embedding import Embedding
 from ranvier.nn.fused_linear import FusedLinear
 from ranvier.nn.layer import ParallelLayer, StepContext
@@ -79,6 +80,8 @@ class ParallelModel:
     """Properties of every weight of all stages."""
     compiled_blocks: CompiledBlocks | None = None
     """The compiled blocks; None without compilation."""
+    compile_fallback: CompileFallback = field(default_factory=CompileFallback)
+    """What happens if a block cannot be compiled, or a step cannot be captured."""
     load_balancer: LoadBalancer | None = None
     """Balances the experts of all MoE layers; None for a dense model."""
     recompute_modes: dict[str, Recompute] = field(default_factory=dict)

@@ -26,11 +26,13 @@ from ranvier.buckets.spec import VECTORS
 from ranvier.config.plan import AXES, Plan, Recompute
 from ranvier.errors import PlanError, ShardingError
 from ranvier.grid import Grid
+from ranvier.launch import read_compile_errors
 from ranvier.memory.saved_results import SavePolicy
 from ranvier.models import decoder, feed_forward, lora, moe, parscale, recurrent_decoder
 from ranvier.nn.attention import AttentionCore
 from ranvier.nn.block import run_block
 from ranvier.nn.compile import CompiledBlocks
+from ranvier.nn.compile_fallback import CompileFallback
 from ranvier.nn.cross_entropy import CrossEntropy
 from ranvier.nn.dora import DoraMagnitude
 from ranvier.nn.dropout import Dropout
@@ -343,6 +345,13 @@ def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype
 
 
+def _build_compile_fallback(plan: Plan, grid: Grid) -> CompileFallback:
+    """Returns what happens where a compiler fails; the first rank of each stage reports it."""
+    policy = read_compile_errors() if plan.compile_errors == "auto" else plan.compile_errors
+    is_first = not any(index for axis, index in grid.index.items() if axis != "pipe")
+    return CompileFallback(policy, is_reporter=is_first)
+
+
 def _build_parallel_model(
     model: nn.Module,
     site: LayerContext,
@@ -384,8 +393,9 @@ def _build_parallel_model(
         for name in blocks
         if name in here and not isinstance(here[name], OtherStageLayer)
     }
+    fallback = _build_compile_fallback(plan, site.grid)
     if site.has_compiled_blocks:
-        compiled = CompiledBlocks(site.grid.trace, site.step_context)
+        compiled = CompiledBlocks(site.grid.trace, site.step_context, fallback)
     else:
         compiled = None
     chunks = TokenChunks(plan, site) if plan.token_chunk else None
@@ -407,6 +417,7 @@ def _build_parallel_model(
         weights=site.weights,
         layers={name: leaf for name, leaf in order.items() if isinstance(leaf, ParallelLayer)},
         compiled_blocks=compiled,
+        compile_fallback=fallback,
         pipeline=Pipeline(
             runtime,
             how,

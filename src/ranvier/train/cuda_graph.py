@@ -15,6 +15,7 @@ from torch import nn
 
 from ranvier.data.batch import SampleBatch
 from ranvier.optim.optimizer import Optimizer
+from ranvier.parallel.parallel_model import get_parallel_model
 from ranvier.train.step import StepLimits, StepResult, train_step
 
 WARMUP_STEPS = 3
@@ -29,14 +30,16 @@ class CudaGraphStep:
         self.optimizer = optimizer
         self.steps_taken = 0
         self.graph: torch.cuda.CUDAGraph | None = None
+        self.is_eager = False
+        """Whether the step could not be captured."""
 
     def step(self, batches: Sequence[SampleBatch], lr: float, watch: StepLimits) -> StepResult:
         """Run one step, as `train_step` does."""
         self.steps_taken += 1
-        if self.steps_taken <= WARMUP_STEPS:
-            return train_step(self.model, self.optimizer, batches, lr, watch)
-        if self.graph is None:
+        if self.graph is None and not self.is_eager and self.steps_taken > WARMUP_STEPS:
             self._capture_step(batches, watch)
+        if self.graph is None:
+            return train_step(self.model, self.optimizer, batches, lr, watch)
         # The copies are ordered before the replay, which runs on the same stream.
         for mine, batch in zip(self.static_batches, batches, strict=True):
             for one in fields(batch):
@@ -44,7 +47,6 @@ class CudaGraphStep:
                 if value is not None:
                     getattr(mine, one.name).copy_(value, non_blocking=True)
         self.static_lr.fill_(lr)
-        assert self.graph is not None
         self.graph.replay()
         return self.static_result
 
@@ -55,9 +57,18 @@ class CudaGraphStep:
         torch.cuda.synchronize()
         # The graph has its own memory pool and cannot use blocks that are cached outside of it.
         torch.cuda.empty_cache()
-        self.graph = torch.cuda.CUDAGraph()
-        # The loader's thread pins the next batch meanwhile, which the default mode would forbid.
-        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
-            self.static_result = train_step(
-                self.model, self.optimizer, self.static_batches, self.static_lr, watch
-            )
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # The loader's thread pins the next batch meanwhile, which the default mode would
+            # forbid.
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                self.static_result = train_step(
+                    self.model, self.optimizer, self.static_batches, self.static_lr, watch
+                )
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            get_parallel_model(self.model).compile_fallback.handle("Training steps", error)
+            self.is_eager = True
+            return
+        self.graph = graph

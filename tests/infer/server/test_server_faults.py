@@ -155,6 +155,16 @@ def test_a_failed_replica_fails_alone_and_comes_back(
     assert post(server, "SAY:again|").json()["choices"][0]["text"] == "again"
 
 
+def test_health_names_what_could_not_be_compiled(folder: Path) -> None:
+    with FakeServer(folder) as server:
+        assert server.http.get("/health").json()["replicas"][0]["compile_failure"] is None
+        assert post(server, "NO_GRAPH SAY:slow|").json()["choices"][0]["text"] == "slow"
+        health = server.http.get("/health").json()
+        assert health["status"] == "ok"
+        line = "Blocks run without a graph and are slower: Unsupported"
+        assert health["replicas"][0]["compile_failure"] == line
+
+
 def test_prefixes_return_to_their_replica(server: FakeServer) -> None:
     prompts = [f"{name * 200}?" for name in "abcd"]
     for prompt in prompts:

@@ -205,7 +205,7 @@ def compiled(grid: Grid, recompute: Any) -> list[str]:
         graphs = (
             []
             if model.parallel.compiled_blocks is None
-            else list(model.parallel.compiled_blocks.graph_events)
+            else list(model.parallel.compiled_blocks.graphs)
         )
         tokens = [e for e in events if e.op == "all_to_all"]
         assert len(tokens) == 2 * (4 if recompute == "none" else 6), len(tokens)

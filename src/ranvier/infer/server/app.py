@@ -169,6 +169,7 @@ class Front:
                 "cause": one.cause or None,
                 "progress": one.progress or None,
                 "restarts": one.num_restarts,
+                "compile_failure": one.stats.compile_failure or None,
             }
             for one in self.client.replicas
         ]
