@@ -579,7 +579,7 @@ def compare_training(
         run.decoder,
         start,
         dtype=DTYPES[run.train.dtype],
-        lora_scale=run.lora.scale if run.lora.rank else 0.0,
+        lora_scale=run.lora.alpha / run.lora.rank if run.lora.rank else 0.0,
         float8=run.train.float8 != "off",
     )
     twin.seed = run.train.seed
@@ -879,23 +879,23 @@ def paged_kernels(check: Check) -> None:
             ]
             sequences = build_sequences(steps, tokens, block_size, check.device)
             want, after = attend_to_tables(q, new, cached, chunks, tables, block_size)
+            on_device = [x.to(check.device) for x in (q, *new)]
+            counters = torch.zeros(64, dtype=torch.int32, device=check.device)
+            unknown = replace(sequences, host_lens=None)
             # As in a graph, in which the host knows no lengths, and as outside of it.
-            for known in (sequences, replace(sequences, host_lens=None)):
-                cache = KVCache(*(x.to(check.device) for x in cached))
-                on_device = [x.to(check.device) for x in (q, *new)]
-                y = kernels.paged_attention(*on_device, cache, known, 0, 0.0)
-                check.close(f"{label} {dtype}", y, want, bound, bound / 8)
-                written = torch.stack([cache.keys, cache.values])[:, 1:].cpu()
-                check.expect(torch.equal(written, after[:, 1:]), f"{label}: the cache differs")
+            ways = {"known": sequences, "captured": unknown, "invariant": sequences}
             if label == "decode":
-                cache = KVCache(*(x.to(check.device) for x in after))
-                counters = torch.zeros(64, dtype=torch.int32, device=check.device)
-                for splits in (1, 4, 16):
-                    y = kernels.decode_attention(
-                        on_device[0], cache, sequences.block_table, sequences.token_rows,
-                        sequences.token_lens, counters=counters, num_splits=splits,
-                    )  # fmt: skip
-                    check.close(f"{splits} splits, {dtype}", y, want, bound, bound / 8)
+                ways["captured decode"] = replace(unknown, is_decode=True, split_counters=counters)
+            for way, known in ways.items():
+                cache = KVCache(*(x.to(check.device) for x in cached))
+                function = kernels.paged_attention
+                if way == "invariant":
+                    function = kernels.batch_invariant_attention
+                y = function(*on_device, cache, known, 0, 0.0)
+                check.close(f"{label} {way} {dtype}", y, want, bound, bound / 8)
+                written = torch.stack([cache.keys, cache.values])[:, 1:].cpu()
+                check.expect(torch.equal(written, after[:, 1:]), f"{label} {way}: other cache")
+            check.expect(not counters.any(), f"{label}: counters are not zero after a step")
 
 
 def attend_to_tables(
