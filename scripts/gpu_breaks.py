@@ -148,9 +148,9 @@ def try_break(one: Break, device: str) -> tuple[str, str]:
         problem = one.apply(source)
         if problem:
             return "not applied", problem
+        check = str(ROOT / "scripts" / "gpu_check.py")
         done = subprocess.run(
-            [sys.executable, str(ROOT / "scripts" / "gpu_check.py"), "--device", device]
-            + ["--only", one.part],
+            [sys.executable, check, "--device", device, "--only", one.part],
             env={**os.environ, "PYTHONPATH": str(source)},
             capture_output=True,
             text=True,

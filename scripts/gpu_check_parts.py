@@ -13,6 +13,7 @@ is seen in bf16, too.
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib.metadata
 import json
 import math
@@ -29,7 +30,7 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -507,7 +508,7 @@ class Bounds:
 
 
 FP32 = Bounds(loss=2e-6, grad=5e-4, scale=2e-4, update=5e-3, update_scale=2e-3)
-BF16 = Bounds(loss=2e-3, grad=4e-2, scale=1e-2, update=1e-1, update_scale=3e-2)
+BF16 = Bounds(loss=5e-3, grad=4e-2, scale=1e-2, update=1e-1, update_scale=3e-2)
 FLOAT8 = Bounds(loss=5e-3, grad=1.5e-1, scale=3e-2, update=3e-1, update_scale=8e-2)
 
 
@@ -549,12 +550,14 @@ def read_gradients(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def read_masters(trainer: Trainer) -> dict[str, Tensor]:
-    """Returns the master weights by name."""
-    return {
+    """Returns the master weights by name, in their shapes."""
+    shapes = {name: x.shape for name, (x, _) in trainer.state.parallel.sharded_state().items()}
+    masters = {
         name.removesuffix(".master"): x.detach().cpu().clone()
         for name, (x, _) in state_tensors(trainer.state).items()
         if name.endswith(".master")
     }
+    return {name: x.view(shapes[name]) for name, x in masters.items()}
 
 
 def compare_training(
@@ -620,7 +623,7 @@ def compare_training(
     for name, x in read_masters(trainer).items():
         if not twin.masters[name].requires_grad:
             continue
-        moved, want_moved = x.flatten() - start[name].flatten(), twin.masters[name] - start[name]
+        moved, want_moved = x - start[name], twin.masters[name] - start[name]
         check.close(
             f"{label}update of {name}", moved, want_moved, bounds.update, bounds.update_scale
         )
@@ -775,8 +778,22 @@ def offload(check: Check) -> None:
         split = {**tiles, "memory.optimizer_states": "split"}
         split |= {"memory.optimizer_states_on_device_gib": 1e-4}
         compare_training(check, split, FP32, label="split")
-        activations = {"memory.activation_offload_fraction": 1.0, "model.layers": 4}
-        compare_training(check, activations, FP32, label="activations")
+        compare_offloaded_activations(check)
+
+
+def compare_offloaded_activations(check: Check) -> None:
+    """Compares a run whose activations wait on the host, also small ones."""
+    from ranvier.memory.activation_offload import ActivationOffload
+    from ranvier.train.memory import placement
+
+    settings = {"memory.activation_offload_fraction": 1.0, "model.layers": 4}
+    placement.ActivationOffload = partial(ActivationOffload, small=1)  # type: ignore
+    try:
+        trainer = compare_training(check, settings, FP32, label="activations")
+    finally:
+        placement.ActivationOffload = ActivationOffload  # type: ignore[misc]
+    store = trainer.state.parallel.step_context.save_policy.store
+    check.expect(getattr(store, "offloaded_bytes", 0) > 0, "no activation was offloaded")
 
 
 # ---- kernels -------------------------------------------------------------------------------------
@@ -1120,14 +1137,11 @@ def compare_run(
     The twin starts from the weights that the same settings draw on the CPU.
     """
     label = f"{label} " if label else ""
-    serial = {name: x for name, x in settings.items() if not name.startswith("launch.")}
-    serial = {name: x for name, x in serial.items() if name not in AXIS_SETTINGS}
-    trainer = make_trainer(check, {"train.dtype": "fp32", **serial, "plan.compile": "off"}, "cpu")
+    serial = {name: x for name, x in settings.items() if name not in AXIS_SETTINGS}
+    trainer = make_trainer(check, {**serial, "plan.compile": "off"}, "cpu")
     run = trainer.run
-    start = {
-        name: x.detach().clone() for name, (x, _) in trainer.state.parallel.sharded_state().items()
-    }
-    twin = Twin(run.decoder, start, dtype=DTYPES[str(settings.get("train.dtype", "fp32"))])
+    start = read_masters(trainer)
+    twin = Twin(run.decoder, start, dtype=DTYPES[run.train.dtype])
     optimizer = TwinOptimizer(twin, run)
     make_batch = trainer._batch_maker()
     path = out / "metrics.jsonl"
@@ -1398,6 +1412,11 @@ def run_part(name: str, device: str) -> dict[str, Any]:
             traceback.print_exc()
             first = str(error).strip().partition("\n")[0]
             check.failures.insert(0, f"{type(error).__name__}: {first[:300]}")
+        finally:
+            # Graphs, allocations and errors of one part do not reach the next.
+            torch._dynamo.reset()
+            gc.collect()
+            torch.cuda.empty_cache()
     more = len(check.failures) - 6
     failures = check.failures[:6] + [f"and {more} more"] * (more > 0)
     worst = min(check.worst, 1e9)
