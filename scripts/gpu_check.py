@@ -323,8 +323,16 @@ def descendants(pid: int) -> list[int]:
 class Run:
     """Parts that run on several workers, and what they have found."""
 
-    def __init__(self, device: str, only: Sequence[str], workers: int, folder: Path) -> None:
-        self.device, self.only, self.folder = device, only, folder
+    def __init__(
+        self,
+        device: str,
+        only: Sequence[str],
+        workers: int,
+        folder: Path,
+        program: Path = ROOT / "scripts" / "gpu_check_parts.py",
+    ) -> None:
+        """only: names of parts; all if empty. program: what a worker runs."""
+        self.device, self.only, self.folder, self.program = device, only, folder, program
         self.num_workers = workers
         self.lock = threading.Lock()
         self.results: list[PartResult] = []
@@ -359,7 +367,7 @@ class Run:
 
     def start(self, number: int) -> Worker | None:
         """Returns a worker that has imported everything; None if it cannot start."""
-        command = [sys.executable, str(ROOT / "scripts" / "gpu_check_parts.py"), self.device]
+        command = [sys.executable, str(self.program), self.device]
         log = self.folder / f"worker-{number}.log"
         worker = Worker(command, self.environment(), log)
         with self.lock:
@@ -517,7 +525,7 @@ def check(options: argparse.Namespace, out: IO[str]) -> int:
             f"{': ' if failed else ''}{', '.join(failed)}",
             file=out,
         )
-        if not results or missing:
+        if not results or missing or run.problem:
             return 1
         if only:
             print("A row is written only if all parts run.", file=out)
@@ -561,6 +569,8 @@ def main(words: Sequence[str] | None = None) -> int:
     if options.list:
         command = [sys.executable, str(ROOT / "scripts" / "gpu_check_parts.py"), "--list"]
         return subprocess.call(command, env={**os.environ, "PYTHONPATH": python_path()})
+    # As Ctrl-C: `timeout` and job schedulers end a command with this signal.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         return check(options, sys.stdout)
     except KeyboardInterrupt:
