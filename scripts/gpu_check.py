@@ -44,6 +44,7 @@ from typing import IO, Any
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "ranvier"
 ROWS = ROOT / "benchmarks" / "data" / "gpu_checks.csv"
+WORKER_PROGRAM = ROOT / "scripts" / "gpu_check_parts.py"
 PAGE = ROOT / "docs" / "contributing" / "gpu-check.md"
 COLUMNS = (
     *("date", "device", "torch", "triton", "cuda", "python", "transformers"),
@@ -198,7 +199,8 @@ def page_block(row: dict[str, str]) -> str:
     head = (
         f"{row['date']}, {row['device']}, torch {row['torch']}, Triton {row['triton']}, "
         f"CUDA {row['cuda']}, Python {row['python']}, transformers {row['transformers']}: "
-        f"{row['passed']} parts passed and {row['failed']} failed, in {row['seconds']} s."
+        f"{row['passed']} parts passed and {row['failed']} failed, in {row['seconds']} s "
+        "([all rows](../../benchmarks/data/gpu_checks.csv))."
     )
     lines = [head, "", "| Part | Worst error, as a share of its bound | Seconds |", "|---|---|---|"]
     for part, result in parse_pairs(row["results"]).items():
@@ -215,6 +217,11 @@ def page_with_row(text: str, row: dict[str, str]) -> str:
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n\n{page_block(row)}\n\n{END}{after}"
+
+
+def write_page() -> None:
+    """Writes the last row into the page of the documentation."""
+    PAGE.write_text(page_with_row(PAGE.read_text("utf-8"), read_last_row(ROWS)), "utf-8")
 
 
 # ---- workers -------------------------------------------------------------------------------------
@@ -259,7 +266,8 @@ class Worker:
                 start_new_session=True,
             )
         self.answers: queue.Queue[str] = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
 
     def _read(self) -> None:
         assert self.process.stdout is not None
@@ -297,6 +305,15 @@ class Worker:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait()
+        # A process that was forked meanwhile may keep the pipe open.
+        self.reader.join(5.0)
+        if self.reader.is_alive():
+            return
+        for file in (self.process.stdin, self.process.stdout):
+            # What was written to an ended process cannot be flushed.
+            with contextlib.suppress(OSError):
+                if file is not None:
+                    file.close()
 
 
 def python_path() -> str:
@@ -329,7 +346,7 @@ class Run:
         only: Sequence[str],
         workers: int,
         folder: Path,
-        program: Path = ROOT / "scripts" / "gpu_check_parts.py",
+        program: Path,
     ) -> None:
         """only: names of parts; all if empty. program: what a worker runs."""
         self.device, self.only, self.folder, self.program = device, only, folder, program
@@ -510,7 +527,7 @@ def check(options: argparse.Namespace, out: IO[str]) -> int:
     begin = time.monotonic()
     num_workers = min(options.workers, len(only)) if only else options.workers
     with temporary_folder() as folder:
-        run = Run(options.device, only, num_workers, folder)
+        run = Run(options.device, only, num_workers, folder, WORKER_PROGRAM)
         results = run.run()
         seconds = time.monotonic() - begin
         failed = [result.part for result in results if result.failures]
@@ -534,6 +551,8 @@ def check(options: argparse.Namespace, out: IO[str]) -> int:
         else:
             append_row(options.output, run.row(seconds))
             print(f"Wrote a row to {options.output}", file=out)
+            if options.output == ROWS:
+                write_page()
     return 1 if failed else 0
 
 
@@ -563,11 +582,10 @@ def main(words: Sequence[str] | None = None) -> int:
         print(describe_differing(options.output))
         return 0
     if options.page:
-        row = read_last_row(options.output)
-        PAGE.write_text(page_with_row(PAGE.read_text("utf-8"), row), "utf-8")
+        write_page()
         return 0
     if options.list:
-        command = [sys.executable, str(ROOT / "scripts" / "gpu_check_parts.py"), "--list"]
+        command = [sys.executable, str(WORKER_PROGRAM), "--list"]
         return subprocess.call(command, env={**os.environ, "PYTHONPATH": python_path()})
     # As Ctrl-C: `timeout` and job schedulers end a command with this signal.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
