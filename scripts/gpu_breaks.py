@@ -6,7 +6,7 @@
 
 A break is a small edit of one file. The script copies `src` to a temporary folder, makes the edit
 there, and runs `gpu_check.py --only PART` with that folder in PYTHONPATH. The part must fail. An
-edit that no longer applies is an error as well: write the break anew. The exit status is 1 if the
+edit that no longer applies is an error as well: write another break. The exit status is 1 if the
 check has missed a break.
 """
 
@@ -136,7 +136,7 @@ BREAKS = [
 
 
 def try_break(one: Break, device: str) -> tuple[str, str]:
-    """Returns the verdict on a break (red, GREEN or not applied), and what the check has said."""
+    """Returns the verdict on a break (red, GREEN or not applied), and the output of the check."""
     begin = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="gpu-break-", ignore_cleanup_errors=True) as folder:
         source = Path(folder) / "src"

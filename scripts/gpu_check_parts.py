@@ -920,7 +920,7 @@ KILL_AFTER = 5
 
 @part("kill-and-resume", seconds=35)
 def kill_and_resume(check: Check) -> None:
-    """A run that is killed between two checkpoints goes on as if nothing had been."""
+    """A run that is killed between two checkpoints resumes as if it had not been killed."""
     settings = {**BASE, "model.init_std": 0.2, "checkpoint.interval": 2, "train.steps": 8}
     out = check.folder / "run"
     words = train_command(check, settings, out, 1)
