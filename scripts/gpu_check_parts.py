@@ -63,6 +63,8 @@ from ranvier.train.step import begin_model_step, forward_backward
 from ranvier.train.trainer import Trainer
 
 VOCAB = ByteTokenizer().vocab_size
+CPU_SLOWDOWN = 5.0
+"""Factor of all time limits on a CPU, where a check is not meant to be quick."""
 
 
 # ---- parts and comparisons -----------------------------------------------------------------------
@@ -77,6 +79,11 @@ class Check:
     worst: float = 0.0
     where: str = ""
     failures: list[str] = field(default_factory=list)
+
+    @property
+    def patience(self) -> float:
+        """Seconds to wait for a command or a server, less than the limit of a part."""
+        return 60.0 if self.is_gpu else 60.0 * CPU_SLOWDOWN
 
     def at_most(self, name: str, error: float, bound: float) -> None:
         """Compares an error with its bound; NaN is a failure."""
@@ -222,6 +229,13 @@ def make_trainer(check: Check, settings: Mapping[str, Any], device: str = "") ->
     return trainer
 
 
+def count_graphs() -> int:
+    """Returns the number of graphs that were compiled in this process."""
+    if "torch._dynamo" not in sys.modules:
+        return 0
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
 def read_gradients(trainer: Trainer) -> dict[str, Tensor]:
     """Returns the gradients that a pass has left."""
     scheduler = trainer.state.parallel.bucket_scheduler
@@ -255,6 +269,7 @@ def compare_training(
 
     passes: whether forward and backward run alone first, so that gradients are compared.
     """
+    num_graphs = count_graphs()
     trainer = make_trainer(check, settings)
     run, parallel = trainer.run, trainer.state.parallel
     label = f"{label} " if label else ""
@@ -303,6 +318,8 @@ def compare_training(
         )
         error = abs(row["grad_norm"] / norm - 1.0)
         check.at_most(f"{label}norm of step {step}", error, bounds.scale * (step + 1))
+    is_compiled = count_graphs() > num_graphs
+    check.expect(is_compiled or run.plan.compile == "off", f"{label}no block was compiled")
     for name, x in read_masters(trainer).items():
         if not twin.masters[name].requires_grad:
             continue
@@ -696,6 +713,7 @@ def compare_engine(
         max_num_seqs=8,
         **options,
     )
+    num_graphs = count_graphs()
     prompts = make_prompts()
     answers: dict[str, list[tuple[int, float]]] = {}
     with open_engine(parallel, settings, num_blocks=80) as engine:
@@ -710,6 +728,8 @@ def compare_engine(
                     answers.setdefault(output.request_id, []).extend(
                         (token, score.logprob) for token, score in pairs
                     )
+        is_compiled = count_graphs() > num_graphs
+        check.expect(is_compiled or not compiled, f"{label}: no block was compiled")
         if graphs != "off" and check.is_gpu:
             check.expect(engine.runner.step_graphs is not None, f"{label}: no CUDA graphs")
         check.expect(engine.stats().prefix_cache_hits > 0, f"{label}: no cached prefix was read")
@@ -730,7 +750,7 @@ def generate(check: Check) -> None:
     compare_engine(check, mixed, label="mixture")
 
 
-@part("generate-compiled", seconds=35)
+@part("generate-compiled", seconds=35, gpu_only="an engine compiles blocks only on a GPU")
 def generate_compiled(check: Check) -> None:
     """The engine with compiled blocks and CUDA graphs, in fp32 and bf16."""
     config = DecoderConfig(**SHAPE)
@@ -803,13 +823,26 @@ def train_command(check: Check, settings: Mapping[str, Any], out: Path, ranks: i
 def call(check: Check, command: Sequence[str], *, status: int = 0) -> str:
     """Runs a command to its end, and returns what it prints."""
     environment = {**os.environ, "NO_COLOR": "1"}
-    done = subprocess.run(
-        command, env=environment, cwd=check.folder, capture_output=True, text=True, check=False
-    )
-    print(done.stdout[-3000:], done.stderr[-3000:], file=sys.stderr)
+    log = check.folder / "command.log"
     short = " ".join(command[2:5])
-    check.expect(done.returncode == status, f"{short}: exit status {done.returncode}")
-    return done.stdout + done.stderr
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            command, env=environment, cwd=check.folder, stdout=file, stderr=subprocess.STDOUT
+        )
+        try:
+            process.wait(check.patience)
+            ended = f"exit status {process.returncode}"
+            check.expect(process.returncode == status, f"{short}: {ended} instead of {status}")
+        except subprocess.TimeoutExpired:
+            # SIGTERM, with which the launcher also ends its ranks.
+            process.terminate()
+            process.wait(10)
+            check.failures.append(f"{short}: not finished after {check.patience:.0f} s")
+        finally:
+            process.kill()
+    text = log.read_text("utf-8", errors="replace")
+    print(text[-3000:], file=sys.stderr)
+    return text
 
 
 def compare_run(
@@ -1015,9 +1048,12 @@ def serving(check: Check, command: Sequence[str]) -> Iterator[str]:
             command, stdout=file, stderr=subprocess.STDOUT, env=environment, cwd=check.folder
         )
     try:
+        deadline = time.monotonic() + check.patience
         while "Ready:" not in (text := log.read_text()):
             if process.poll() is not None:
                 raise RuntimeError(f"the server ended with exit status {process.returncode}")
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the server was not ready after {check.patience:.0f} s")
             time.sleep(0.05)
         yield re.findall(r"http://127\.0\.0\.1:\d+", text)[0]
     finally:
@@ -1132,7 +1168,7 @@ def main(words: Sequence[str] | None = None) -> None:
         {
             "name": one.name,
             "seconds": one.seconds,
-            "limit": one.limit,
+            "limit": one.limit * (1.0 if options.device == "cuda" else CPU_SLOWDOWN),
             "skipped": one.gpu_only if options.device == "cpu" else "",
         }
         for one in PARTS.values()
