@@ -888,7 +888,7 @@ AXIS_SETTINGS = (
 )
 """Settings that change how a run computes, but not what."""
 GRID: dict[str, Any] = {
-    **{name: value for name, value in BASE.items() if name != "plan.compile"},
+    **BASE,
     "plan.auto": False,
     "plan.micro_batch": 2,
     "model.init_std": 0.2,
