@@ -355,7 +355,7 @@ def packed_documents(check: Check) -> None:
     compare_training(check, whole, BF16, label="whole")
 
 
-@part("float8", seconds=25, gpu_only="products in fp8 need an H100")
+@part("float8", seconds=25)
 def float8(check: Check) -> None:
     """Linear layers of blocks in fp8, eager and compiled."""
     settings = {"train.dtype": "bf16", "train.float8": "tensorwise"}
