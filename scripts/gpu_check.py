@@ -369,6 +369,8 @@ class Run:
             "TRITON_CACHE_DIR": caches / "triton",
             "RANVIER_CACHE": caches / "ranvier",
             "XDG_CACHE_HOME": caches / "other",
+            # Removed with the folder of the run, also if a worker is killed.
+            "TMPDIR": self.folder / "tmp",
         }
         for path in paths.values():
             path.mkdir(parents=True, exist_ok=True)
