@@ -14,7 +14,6 @@ The timings are in github.com/axonn-ai/sc2025-pccl-reproducer, branch experiment
 
 from __future__ import annotations
 
-import argparse
 import csv
 import math
 import random
@@ -23,6 +22,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
+
+from script_parser import ScriptParser
 
 from ranvier.planner.algorithm_choice import NATIVE, TimingModel
 from ranvier.planner.cluster import CollectiveTiming
@@ -165,7 +166,7 @@ def format_regrets(name: str, regrets: Mapping[str, Sequence[float]]) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Prints the table; returns 1 if the regret of the model is above LIMITS."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = ScriptParser(__doc__, smoke="{folder}/timings.csv --folds 2 --seeds 1")
     parser.add_argument("given", type=Path)
     parser.add_argument("--score", type=Path)
     parser.add_argument("--folds", type=int, default=5)

@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 from one_gpu import SIZES, TOY
 from peers import Shape, run_of
+from script_parser import ScriptParser
 
 from ranvier.data.dataset import open_data
 from ranvier.grid import Grid
@@ -36,7 +37,9 @@ VARIANTS: dict[str, dict[str, str]] = {
 
 
 def settings() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = ScriptParser(
+        __doc__, smoke="--size toy --steps 4 --corpus {folder}/corpus --json {folder}/losses.json"
+    )
     parser.add_argument("--corpus", required=True, help="directory from `ranvier data prepare`")
     parser.add_argument("--size", default="0.5b", help=f"one of {', '.join([*SIZES, *TOY])}")
     parser.add_argument("--batch", type=int, default=2)

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from script_parser import ScriptParser
 from torch.profiler import ProfilerActivity
 
 from memory import RATE, Bench, Config, config, shape_of
@@ -61,9 +62,7 @@ TINY = [config("toy", 4, "none", "eager"), config("toy-tied", 4, "full", "eager"
 
 def settings() -> argparse.Namespace:
     """Parses the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ScriptParser(__doc__, smoke="--tiny --windows 1 --steps 1 --json {folder}/rows.json")
     add = parser.add_argument
     add("--only", default="", help="configurations whose name has one of these words")
     add("--windows", type=int, default=3, help="windows of each configuration")

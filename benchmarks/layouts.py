@@ -33,6 +33,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from script_parser import ScriptParser
+
 from ranvier.config.plan import Plan
 from ranvier.config.resolved_run import ResolvedRun
 from ranvier.config.run import RunConfig
@@ -72,9 +74,7 @@ CONTEXT_LAYOUTS: tuple[dict[str, Any], ...] = (
 
 def settings() -> argparse.Namespace:
     """Parses the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ScriptParser(__doc__, smoke="--rounds 1 --steps 1 --json {folder}/rows.json")
     add = parser.add_argument
     add("--rounds", type=int, default=5, help="turns of each layout")
     add("--steps", type=int, default=4, help="steps per turn, after one untimed step")

@@ -12,7 +12,6 @@ of bf16 alone changes a single loss by more). Each run must end within 10 s of i
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -21,6 +20,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from script_parser import ScriptParser
 
 from ranvier.checkpoint.directory import find_checkpoints
 from ranvier.checkpoint.load import load_full_tensors
@@ -119,9 +120,7 @@ def check(ended: Ended, one: Ended, dtype: str) -> tuple[str, bool]:
 
 def main() -> int:
     """Runs, compares and prints."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ScriptParser(__doc__, smoke="--backend gloo --policy 1f1b --dtype fp64")
     parser.add_argument("--policy", action="append", choices=POLICIES, help="default: all")
     parser.add_argument("--dtype", action="append", choices=[*STEPS], help="default: all")
     parser.add_argument("--backend", choices=("nccl", "gloo"), default="nccl")

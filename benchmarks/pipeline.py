@@ -57,6 +57,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from script_parser import ScriptParser
 from torch import Tensor, distributed, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
@@ -106,8 +107,8 @@ LEAST = {("balanced", 2): 0.97, ("balanced", 4): 0.97, ("jitter", 2): 1.0, ("jit
 
 def settings() -> argparse.Namespace:
     """Parses the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = ScriptParser(
+        __doc__, smoke="--quick --ranks 2 --case balanced --json {folder}/rows.json"
     )
     add = parser.add_argument
     add("--ranks", type=int, action="append", choices=(2, 4), help="default: 2 and 4")

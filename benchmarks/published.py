@@ -11,7 +11,6 @@ communication: FLOPs, bubble and one constant per device and precision.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 from collections import defaultdict
@@ -26,6 +25,7 @@ import published_rows as published
 from published_fit import Terms, chip
 from published_frameworks import COMMON, Framework
 from published_rows import Row
+from script_parser import ScriptParser
 
 from ranvier.planner.predict import Prediction
 
@@ -314,7 +314,7 @@ def unknown(rows: Sequence[Row]) -> None:
 
 def main() -> None:
     """Prints all results."""
-    parser = argparse.ArgumentParser()
+    parser = ScriptParser(__doc__, smoke="--json {folder}/rows.json")
     parser.add_argument("--show", default="", help="print each run of a source")
     parser.add_argument("--fit", action="store_true", help="print constants fitted to all sources")
     parser.add_argument("--leave", choices=tuple(fits.GROUPS), default="source")

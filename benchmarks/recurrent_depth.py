@@ -26,7 +26,6 @@ the peak memory of 64 iterations within 2 % of that of 16. Exit status 1 if a cl
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -41,6 +40,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from script_parser import ScriptParser
 from torch import Tensor
 
 from ranvier.config.plan import Plan
@@ -357,7 +357,7 @@ def run_speed(job: SpeedJob, out: Path | None) -> int:
 
 def main() -> int:
     """Runs one of the two benchmarks."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = ScriptParser(__doc__, smoke="--tiny --out {folder}/rows.json")
     parser.add_argument("mode", nargs="?", choices=("depth", "speed"), default="depth")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--tiny", action="store_true", help="a few steps, as a check")

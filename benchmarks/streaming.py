@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from script_parser import ScriptParser
 
 from ranvier.checkpoint.hf import model, safetensors
 from ranvier.launch import find_free_port
@@ -201,7 +202,7 @@ def shown(name: str, reads: list[Read]) -> bool:
 
 
 def settings() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = ScriptParser(__doc__, smoke="--gib 0.01")
     parser.add_argument("--gib", type=float, default=1.0, help="size of the model in GiB")
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="directory for the model")
     parser.add_argument("--rank", default="", help=argparse.SUPPRESS)

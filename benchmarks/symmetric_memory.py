@@ -17,7 +17,6 @@ time limit, after which the stacks are printed and all processes are ended.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import faulthandler
 import json
@@ -40,6 +39,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from script_parser import ScriptParser
 from torch import Tensor, distributed
 
 from ranvier.comm.transports.symmetric_memory import (
@@ -605,9 +605,7 @@ def end_service(folder: Path) -> None:
 
 def main() -> int:
     """Runs all phases and returns an exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = ScriptParser(__doc__, smoke="--json {folder}/rows.json")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--calls", type=int, default=10_000)
     parser.add_argument("--mps", choices=("auto", "off"), default="auto")

@@ -13,7 +13,6 @@ of the predicted one.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -26,6 +25,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from script_parser import ScriptParser
 
 from ranvier import launch
 from ranvier.comm.consensus import max_over_ranks
@@ -175,7 +175,7 @@ def compare(
 
 def main(words: Sequence[str] | None = None) -> int:
     """Compare both settings and print the result."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = ScriptParser(__doc__, smoke="--runs 1 --steps 1 --output {folder}/rows.json")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--output", type=Path)
