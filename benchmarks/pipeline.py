@@ -67,6 +67,7 @@ from torch.distributed.pipelining.schedules import (
     ScheduleZBVZeroBubble,
 )
 
+from ranvier.buckets.scheduler import BucketScheduler
 from ranvier.config.plan import Plan
 from ranvier.grid import Grid
 from ranvier.launch import ProcessInfo, die_with_parent, init_process_group, local_process_infos
@@ -240,7 +241,7 @@ class Product(torch.autograd.Function):
             weight.grad = grad if weight.grad is None else weight.grad.add_(grad)
 
         dx = dy @ weight if ctx.needs_input_grad[0] else None
-        ctx.moment.do(deliver)
+        ctx.moment.run_or_defer(deliver)
         return dx, None, None
 
 
@@ -347,16 +348,6 @@ def jobs_of(runtime: PipelineExecutor) -> list[dict[str, Any]]:
     return jobs
 
 
-class NoQueue:
-    """A bucket scheduler that does nothing: these weights need no gathering."""
-
-    def job(self, *, last: bool = False, forget: bool = False) -> None:
-        """Nothing."""
-
-    def flush(self) -> None:
-        """Nothing."""
-
-
 @dataclass
 class Field:
     """Everything that the contestants of a setting share on this rank."""
@@ -386,8 +377,11 @@ class Field:
             return loss_of(y, targets) if parts.start == final else y
 
         stage = ModelStage(self.rank, setting.ranks, tuple(slice(v, v + 1) for v in mine), run)
-        queue: Any = NoQueue()
-        runtime = PipelineExecutor(self.grid, stage, queue, moment, self.device, record_times=True)
+        # Without buckets: these weights are neither gathered nor reduced.
+        scheduler = BucketScheduler(self.grid, overlap=(), dtype=torch.float32)
+        runtime = PipelineExecutor(
+            self.grid, stage, scheduler, moment, self.device, record_times=True
+        )
         micros = [
             MicroBatch({"tokens": x, "targets": y})
             for x, y in zip(
