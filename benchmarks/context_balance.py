@@ -359,7 +359,7 @@ def main(words: Sequence[str] | None = None) -> int:
         }
         found = {name: [row._asdict() for row in table] for name, table in tables.items()}
         options.output.write_text(json.dumps(found, indent=1) + "\n")
-    return 0 if all(check.holds for check in checks) else 1
+    return 0 if options.smoke or all(check.holds for check in checks) else 1
 
 
 if __name__ == "__main__":

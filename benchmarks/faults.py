@@ -69,7 +69,7 @@ def table(results: list[tuple[Case, str, str]]) -> str:
 
 
 def main() -> int:
-    parser = ScriptParser(__doc__, smoke="--only B1")
+    parser = ScriptParser(__doc__, smoke="--only D16")
     parser.add_argument("--only", default="", help="names or groups of cases, e.g. A5,C")
     parser.add_argument("--list", action="store_true", help="only list the cases")
     parser.add_argument("--seed", type=int, default=0)

@@ -315,7 +315,8 @@ def settings() -> argparse.Namespace:
     """Parses the command line."""
     parser = ScriptParser(
         __doc__,
-        smoke="--seeds 1 --steps 2 --held-out 0.2 --samples 4 --processes 1 --last-half --csv {folder}/rows.csv",
+        smoke="--seeds 1 --steps 2 --held-out 0.2 --samples 4 --processes 1 --last-half "
+        "--csv {folder}/rows.csv",
     )
     parser.add_argument("--seeds", type=int, default=3, help="number of seeds")
     parser.add_argument("--first-seed", type=int, default=0)

@@ -39,8 +39,11 @@ SMALL = (
     *("--model.vocab", "260", "--plan.global-batch", "8", "--plan.micro-batch", "1"),
 )
 """A model with fast steps."""
-GRID = ("--plan.pipe", "2", "--plan.row", "2", "--plan.depth", "2", "--plan.data", "1")
-RANKS = 8
+GRIDS = {
+    2: ("--plan.pipe", "2", "--plan.data", "1"),
+    8: ("--plan.pipe", "2", "--plan.row", "2", "--plan.depth", "2", "--plan.data", "1"),
+}
+"""Settings by number of ranks."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ def run(folder: Path, words: Sequence[str], backend: str, *, ranks: int) -> Ende
         command += ["--nproc", "1"]
     else:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--no-python", "--standalone"]
-        command = [*torchrun, "--nproc-per-node", str(ranks), *command, *GRID]
+        command = [*torchrun, "--nproc-per-node", str(ranks), *command, *GRIDS[ranks]]
         command += ["--train.backend", backend]
         command += ["--launch.share-gpu", "True"] if backend == "nccl" else []
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -120,15 +123,25 @@ def check(ended: Ended, one: Ended, dtype: str) -> tuple[str, bool]:
 
 def main() -> int:
     """Runs, compares and prints."""
-    parser = ScriptParser(__doc__, smoke="--backend gloo --policy 1f1b --dtype fp64")
+    parser = ScriptParser(
+        __doc__, smoke="--backend gloo --ranks 2 --policy 1f1b --dtype fp64 --steps 2"
+    )
     parser.add_argument("--policy", action="append", choices=POLICIES, help="default: all")
     parser.add_argument("--dtype", action="append", choices=[*STEPS], help="default: all")
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        choices=GRIDS,
+        default=8,
+        help="of pipe 2, row 2 and depth 2, or pipe 2",
+    )
+    parser.add_argument("--steps", type=int, help="default: 10 of fp64, 20 of fp32, 100 of bf16")
     parser.add_argument("--backend", choices=("nccl", "gloo"), default="nccl")
     asked, bad = parser.parse_args(), 0
     policies, dtypes = asked.policy or [*POLICIES], asked.dtype or [*STEPS]
     with tempfile.TemporaryDirectory(prefix="nccl-policies-") as name:
         for dtype in dtypes:
-            words = ["--train.dtype", dtype, "--train.steps", str(STEPS[dtype])]
+            words = ["--train.dtype", dtype, "--train.steps", str(asked.steps or STEPS[dtype])]
             words += SMALL if dtype != "bf16" else ()
             one = run(Path(name) / f"one-{dtype}", words, asked.backend, ranks=1)
             if one.code:
@@ -138,7 +151,7 @@ def main() -> int:
                 more = ["--plan.schedule", policy]
                 more += ["--plan.virtual-stages", "2"] if policy == "interleaved" else []
                 folder = Path(name) / f"{policy}-{dtype}"
-                ended = run(folder, [*words, *more], asked.backend, ranks=RANKS)
+                ended = run(folder, [*words, *more], asked.backend, ranks=asked.ranks)
                 text, good = check(ended, one, dtype)
                 print(f"{dtype}  {policy:<12} {'ok  ' if good else 'FAIL'}  {text}", flush=True)
                 bad += not good

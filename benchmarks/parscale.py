@@ -103,7 +103,8 @@ def settings() -> argparse.Namespace:
     """Parses the command line."""
     parser = ScriptParser(
         __doc__,
-        smoke="--seeds 1 --steps 2 --held-out 0.2 --samples 4 --processes 1 --csv {folder}/rows.csv",
+        smoke="--seeds 1 --steps 2 --held-out 0.2 --samples 4 --processes 1 "
+        "--csv {folder}/rows.csv",
     )
     parser.add_argument("--seeds", type=int, default=3, help="number of seeds")
     parser.add_argument("--steps", type=int, default=STEPS, help="steps of each run")
