@@ -132,7 +132,7 @@ def draw_canaries(drawn: np.random.Generator, count: int) -> CanaryDocuments:
     return CanaryDocuments(tuple(documents), times, tuple(map(str, times)), (1,) * len(times))
 
 
-def make_run(case: Case, seed: int, steps: int) -> RunConfig:
+def make_run(case: Case, seed: int, steps: int, eval_samples: int) -> RunConfig:
     """Returns the settings of a run."""
     return RunConfig(
         model=DecoderModelConfig(
@@ -160,7 +160,7 @@ def make_run(case: Case, seed: int, steps: int) -> RunConfig:
             seed=seed,
             device="cpu",
             eval_interval=steps,
-            eval_samples=EVAL_SAMPLES,
+            eval_samples=eval_samples,
             canary_interval=steps,
             canary_suffix=SUFFIX,
         ),
@@ -168,13 +168,15 @@ def make_run(case: Case, seed: int, steps: int) -> RunConfig:
     )
 
 
-def train_case(case: Case, seed: int, steps: int, num_canaries: int) -> Result:
+def train_case(case: Case, seed: int, steps: int, num_canaries: int, eval_samples: int) -> Result:
     """Trains with one loss, and evaluates."""
     torch.set_num_threads(1)
     start = time.perf_counter()
     drawn = np.random.default_rng(seed)
     device = torch.device("cpu")
-    run = resolve_run(make_run(case, seed, steps), ResolveContext(world_size=1, device=device))
+    run = resolve_run(
+        make_run(case, seed, steps, eval_samples), ResolveContext(world_size=1, device=device)
+    )
     with tempfile.TemporaryDirectory() as folder:
         data = open_data(
             [write_corpus(Path(folder), drawn)],
@@ -217,12 +219,16 @@ def check_claims(matches: dict[str, tuple[float, float]], losses: dict[str, floa
 def settings() -> argparse.Namespace:
     """Parses the command line."""
     parser = ScriptParser(
-        __doc__, smoke="--seeds 1 --steps 16 --canaries 1 --processes 1 --csv {folder}/rows.csv"
+        __doc__,
+        smoke="--seeds 1 --steps 16 --canaries 1 --samples 8 --processes 1 --csv {folder}/rows.csv",
     )
     parser.add_argument("--seeds", type=int, default=3, help="number of seeds")
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=STEPS, help="steps of each run")
     parser.add_argument("--canaries", type=int, default=CANARIES, help="canaries of each bucket")
+    parser.add_argument(
+        "--samples", type=int, default=EVAL_SAMPLES, help="held-out samples to evaluate"
+    )
     parser.add_argument("--processes", type=int, default=2, help="runs at the same time")
     parser.add_argument("--csv", help="file to write all results to")
     return parser.parse_args()
@@ -233,7 +239,8 @@ def main() -> None:
     asked = settings()
     start = time.perf_counter()
     seeds = range(asked.first_seed, asked.first_seed + asked.seeds)
-    jobs = [(case, seed, asked.steps, asked.canaries) for seed in seeds for case in CASES]
+    length = (asked.steps, asked.canaries, asked.samples)
+    jobs = [(case, seed, *length) for seed in seeds for case in CASES]
     results = run_jobs(train_case, jobs, processes=asked.processes)
     if asked.csv:
         write_csv(Path(asked.csv), results)

@@ -38,24 +38,25 @@ TIMES = 10
 
 def main() -> None:
     """Prints the table."""
-    parser = ScriptParser(__doc__, smoke="--jobs 1 --times 1")
+    parser = ScriptParser(__doc__, smoke="--jobs 1 --nodes 2 --times 1")
     parser.add_argument(
         "--jobs", type=int, default=len(JOBS), help="number of jobs, the first ones"
     )
+    parser.add_argument("--nodes", type=int, help="nodes of every job (default: its own)")
     parser.add_argument("--times", type=int, default=TIMES, help="calls of a built-in size")
     asked = parser.parse_args()
     print(f"{'job':32} {'grids':>6} {'layouts':>8} {'1 process':>10} {'2':>8} {'per second':>10}")
     for size, machine, nodes, batch in JOBS[: asked.jobs]:
         wish = SearchRequest(
             Workload(model_spec.load_shipped_spec(size), 4096, batch),
-            cluster.load_cluster(machine).with_size(nodes=nodes),
+            cluster.load_cluster(machine).with_size(nodes=asked.nodes or nodes),
         )
         spent = []
         for workers in (2, 1):  # in this order: what is cached here is forked
             began = time.perf_counter()
             result = search.search_layouts(wish, workers=workers)
             spent.append(time.perf_counter() - began)
-        name = f"{size} on {nodes} x {machine}"
+        name = f"{size} on {asked.nodes or nodes} x {machine}"
         print(
             f"{name:32} {result.num_grids:6} {result.num_candidates:8,} {spent[1]:8.2f} s "
             f"{spent[0]:6.2f} s {result.num_candidates / spent[0]:10,.0f}"
