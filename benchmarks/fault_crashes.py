@@ -112,10 +112,10 @@ PHASES = {
     "backward": HOOKED.format(action="output.register_hook(lambda _: first() and kill() or None)"),
     "reduce": """
 from ranvier.buckets.scheduler import BucketScheduler
-def _reduce(self, _):
+def _reduce(self, *_):
     if NOW[0] == 5 and rank() == 1 and first():
         kill()
-before(BucketScheduler, "_reduce_over_data", _reduce)
+before(BucketScheduler, "_reduce_over_replicas", _reduce)
 """
     + NOW,
     "optimizer": """
@@ -129,8 +129,8 @@ def _half(*_, **__):
 before(_optimizer.fused_adamw, "fused_adamw", _half)
 """
     + NOW,
-    "scheduler": KILL.format(name="lr", step=5, who=1),
-    "logging": KILL.format(name="read", step=6, who=1),
+    "scheduler": at_step("next_lr")[TRAINER],
+    "logging": at_step("read_step", 6)[TRAINER],
 }
 
 

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
+from ranvier.train.trainer import Trainer
+
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 FILES = sorted(BENCHMARKS.glob("fault_*.py"))
-DEFAULT_MODULE = "ranvier.train.trainer"
+DEFAULT_MODULE = Trainer.__module__
 """Module after whose import most faults are injected."""
 
 
@@ -86,6 +88,17 @@ def test_injected_code_patches_names_that_exist(path: Path) -> None:
     modules = list_modules(path)
     problems = [text for one in read_programs(path) for text in find_unknown_names(one, modules)]
     assert problems == []
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_ranks_are_killed_in_methods_that_exist(path: Path) -> None:
+    calls = [
+        node
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "at_step"
+    ]
+    names = [call.args[0].value for call in calls if isinstance(call.args[0], ast.Constant)]
+    assert [name for name in names if not hasattr(Trainer, name)] == []
 
 
 def test_there_are_programs() -> None:
