@@ -116,10 +116,10 @@ def draw_documents(count: int, drawn: np.random.Generator) -> NDArray[np.int64]:
     return tokens
 
 
-def write_corpus(folder: Path, drawn: np.random.Generator) -> str:
+def write_corpus(folder: Path, drawn: np.random.Generator, count: int) -> str:
     """Writes the documents that are read once."""
     builder = IndexedDatasetBuilder(folder / "tokens", "<u2")
-    for document in draw_documents(BACKGROUND, drawn):
+    for document in draw_documents(count, drawn):
         builder.add_document(document)
     builder.close()
     return str(index_pairs([folder / "tokens"], folder / "cache"))
@@ -168,7 +168,9 @@ def make_run(case: Case, seed: int, steps: int, eval_samples: int) -> RunConfig:
     )
 
 
-def train_case(case: Case, seed: int, steps: int, num_canaries: int, eval_samples: int) -> Result:
+def train_case(
+    case: Case, seed: int, steps: int, num_documents: int, num_canaries: int, eval_samples: int
+) -> Result:
     """Trains with one loss, and evaluates."""
     torch.set_num_threads(1)
     start = time.perf_counter()
@@ -179,7 +181,7 @@ def train_case(case: Case, seed: int, steps: int, num_canaries: int, eval_sample
     )
     with tempfile.TemporaryDirectory() as folder:
         data = open_data(
-            [write_corpus(Path(folder), drawn)],
+            [write_corpus(Path(folder), drawn, num_documents)],
             seq=SEQ_LEN,
             seed=seed,
             held_out=run.data.validation_fraction,
@@ -220,11 +222,13 @@ def settings() -> argparse.Namespace:
     """Parses the command line."""
     parser = ScriptParser(
         __doc__,
-        smoke="--seeds 1 --steps 16 --canaries 1 --samples 8 --processes 1 --csv {folder}/rows.csv",
+        smoke="--seeds 1 --steps 16 --documents 200 --canaries 1 --samples 8 --processes 1 "
+        "--csv {folder}/rows.csv",
     )
     parser.add_argument("--seeds", type=int, default=3, help="number of seeds")
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=STEPS, help="steps of each run")
+    parser.add_argument("--documents", type=int, default=BACKGROUND, help="of the corpus")
     parser.add_argument("--canaries", type=int, default=CANARIES, help="canaries of each bucket")
     parser.add_argument(
         "--samples", type=int, default=EVAL_SAMPLES, help="held-out samples to evaluate"
@@ -239,7 +243,7 @@ def main() -> None:
     asked = settings()
     start = time.perf_counter()
     seeds = range(asked.first_seed, asked.first_seed + asked.seeds)
-    length = (asked.steps, asked.canaries, asked.samples)
+    length = (asked.steps, asked.documents, asked.canaries, asked.samples)
     jobs = [(case, seed, *length) for seed in seeds for case in CASES]
     results = run_jobs(train_case, jobs, processes=asked.processes)
     if asked.csv:

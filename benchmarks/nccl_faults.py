@@ -811,7 +811,7 @@ def parse_options() -> argparse.Namespace:
     assert __doc__ is not None
     parser = ScriptParser(
         __doc__,
-        smoke="--backend gloo --grid data=1 --trials 0 --steps 6",
+        smoke="--backend gloo --grid data=2 --trials 0 --steps 6",
         skipped="trials, which take longer; the uninterrupted run of a grid is made",
     )
     parser.add_argument("--trials", type=int, default=12, help="number of trials (12)")

@@ -38,7 +38,7 @@ TIMES = 10
 
 def main() -> None:
     """Prints the table."""
-    parser = ScriptParser(__doc__, smoke="--jobs 1 --nodes 2 --times 1")
+    parser = ScriptParser(__doc__, smoke="--jobs 1 --nodes 1 --times 1")
     parser.add_argument(
         "--jobs", type=int, default=len(JOBS), help="number of jobs, the first ones"
     )
