@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from ranvier.infer.serving_simulator import StepCost
 
 from infer import fake_engine, test_serving_policy, test_serving_simulator
 from ranvier.infer.engine import Engine
 from ranvier.infer.policy import SequenceView
+from ranvier.planner.time.serving_step import StepCost
 
 STAND_INS: Mapping[type, type] = {
     fake_engine.FakeEngine: Engine,
