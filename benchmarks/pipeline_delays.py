@@ -33,7 +33,7 @@ FIRST_SEED = 1_000_000
 
 def settings() -> argparse.Namespace:
     """Parses the command line."""
-    parser = ScriptParser(__doc__, smoke="--first 6 --count 1")
+    parser = ScriptParser(__doc__, smoke="--first 31 --count 1")
     parser.add_argument("--count", type=int, default=200, help="cases")
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     return parser.parse_args()
