@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from script_parser import ScriptParser
 
 from ranvier.data.window_assignment import assign_windows, assignment_efficiency, window_cost
 from ranvier.sharding import TokenOrder, TokenSegment, order_tokens
@@ -283,8 +284,8 @@ def format_cell(cell: object) -> str:
 
 def parse_arguments(words: Sequence[str] | None) -> tuple[argparse.Namespace, dict[str, list[int]]]:
     """Returns the options, and the lengths of each file."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = ScriptParser(
+        __doc__, smoke="--context 8 --windows 1 --steps 1 --tokens 8192 --output {folder}/rows.json"
     )
     parser.add_argument(
         "--context", type=int, nargs="+", default=[8, 32], help="ranks of context (8 32)"
@@ -358,7 +359,7 @@ def main(words: Sequence[str] | None = None) -> int:
         }
         found = {name: [row._asdict() for row in table] for name, table in tables.items()}
         options.output.write_text(json.dumps(found, indent=1) + "\n")
-    return 0 if all(check.holds for check in checks) else 1
+    return 0 if options.smoke or all(check.holds for check in checks) else 1
 
 
 if __name__ == "__main__":

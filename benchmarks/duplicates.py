@@ -14,13 +14,13 @@ Required: the bytes of a rank do not grow with row·col, and saved collectives a
 
 from __future__ import annotations
 
-import argparse
 import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import torch
+from script_parser import ScriptParser
 
 from ranvier import launch
 from ranvier.config.kinds import named_model
@@ -83,7 +83,7 @@ def called(run: RunConfig, *, duplicated: bool = False) -> list[launch.CommCall]
             if isinstance(leaf, MoELayer):
                 leaf.duplicate_tokens = duplicated
         with launch.count_comm_calls() as calls:
-            forward_backward(model, [blank_batch(run, MICRO, META)])
+            forward_backward(model, [blank_batch(run, MICRO, grid, META)])
     return calls
 
 
@@ -114,7 +114,9 @@ def repeated(size: str, expert: int, seq: int) -> dict[str, int]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Counts, prints and compares."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = ScriptParser(
+        __doc__, smoke="--size moe-tiny --expert 4 --seq 64 --json {folder}/rows.json"
+    )
     parser.add_argument("--size", default="ted-6.7b-16e")
     parser.add_argument("--expert", type=int, default=16)
     parser.add_argument("--seq", type=int, default=2048)

@@ -54,7 +54,10 @@ def restarted(stage: Stage, faults: dict[str, str], *words: str, ranks: int = 2)
 
 @case("A1", "SIGKILL rank 1 before it connects to the others", "71 within 15 s, no orphans")
 def _before_meeting(stage: Stage) -> str:
-    code = "before(sys.modules[__name__], 'connect', lambda me, **_: me.rank == 1 and kill())"
+    code = (
+        "before(sys.modules[__name__], 'init_process_group', "
+        "lambda me, **_: me.rank == 1 and kill())"
+    )
     faults = {"ranvier.launch.process_group": code}
     ended = stage.run(*RUN, NEVER, "--train.comm-timeout-seconds=15", faults=faults)
     ended.expect(71, "Rank 1 was killed by signal 9 (SIGKILL) before its first step", within=15.0)
@@ -74,6 +77,7 @@ def _before_building(stage: Stage) -> str:
 @case("A3", "error in the constructor of the model on rank 1", "70, its own traceback first")
 def _constructor(stage: Stage) -> str:
     code = """
+from ranvier.models import Decoder
 def _no(*_, **__):
     if rank() == 1:
         raise RuntimeError("words of rank 1")
@@ -108,10 +112,10 @@ PHASES = {
     "backward": HOOKED.format(action="output.register_hook(lambda _: first() and kill() or None)"),
     "reduce": """
 from ranvier.buckets.scheduler import BucketScheduler
-def _reduce(self, _):
+def _reduce(self, *_):
     if NOW[0] == 5 and rank() == 1 and first():
         kill()
-before(BucketScheduler, "_reduce_over_data", _reduce)
+before(BucketScheduler, "_reduce_over_replicas", _reduce)
 """
     + NOW,
     "optimizer": """
@@ -125,8 +129,8 @@ def _half(*_, **__):
 before(_optimizer.fused_adamw, "fused_adamw", _half)
 """
     + NOW,
-    "scheduler": KILL.format(name="lr", step=5, who=1),
-    "logging": KILL.format(name="read", step=6, who=1),
+    "scheduler": at_step("next_lr")[TRAINER],
+    "logging": at_step("read_step", 6)[TRAINER],
 }
 
 
@@ -290,7 +294,7 @@ def _none(self, work):
     if self.grid.rank == 1 and self.step == 4:
         work = lambda: None
     _begin(self, work)
-_saver.AsyncSaver._start_thread = _none
+substitute(_saver.AsyncSaver, "_start_thread", _none)
 """
     stage.run(*RUN, *SAVED, faults={TRAINER: code}).expect(73, "rank-00001.json is missing")
     names = [path.name for path in folders.find_checkpoints(stage.folder / "run" / "checkpoints")]

@@ -224,12 +224,12 @@ def _not_synced(stage: Stage) -> str:
 def _slow(stage: Stage) -> str:
     code = """
 from ranvier.train.resume import checkpointer
-checkpointer.SAVE_WAIT_SECONDS = 0.3
+substitute(checkpointer, "SAVE_WAIT_SECONDS", 0.3)
 _fsync = os.fsync
 def fsync(handle):
     time.sleep(1.0)
     _fsync(handle)
-os.fsync = fsync
+substitute(os, "fsync", fsync)
 before(Trainer, "issue_step", lambda *_, **__: time.sleep(0.05))
 """
     ended = stage.run(*RUN, *SAVED, faults={TRAINER: code})

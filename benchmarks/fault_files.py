@@ -325,7 +325,7 @@ def tensors(state):
         name = next(n for n in found[0] if n.endswith(".master"))
         found[0][name][0].view(-1)[0] = float("nan")
     return found
-checkpointing.tensors_to_write = tensors
+substitute(checkpointing, "tensors_to_write", tensors)
 """
     faults = {TRAINER: poison.format(step=4)}
     stage.run(*RUN, *SAVED, "--guard.replica-check-interval=0", faults=faults).expect(
@@ -334,9 +334,11 @@ checkpointing.tensors_to_write = tensors
     names = [path.name for path in folders.find_checkpoints(stage.folder / "run" / "checkpoints")]
     check(names == ["step-00000002"], str(names))
     other = Stage(stage.folder / "other", stage.root)
-    through = (
-        "from ranvier.checkpoint import rank_file as _part\n_part.refuse_bad = lambda *_: None\n"
-    )
+    through = """
+import torch
+from ranvier.checkpoint import rank_file
+substitute(rank_file, "max_magnitude", lambda _: torch.zeros(()))
+"""
     text = through + poison.format(step=8)
     other.run(*RUN, "--guard.replica-check-interval=0", faults={TRAINER: text}).expect(0)
     ended = other.run("train", "run", "--train.steps=9")

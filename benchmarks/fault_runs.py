@@ -98,6 +98,11 @@ def before(owner, name, action):
         return inner(*arguments, **options)
     setattr(owner, name, patched)
 
+def substitute(owner, name, value):
+    """Have something else instead of what is there."""
+    getattr(owner, name)
+    setattr(owner, name, value)
+
 def at(step, who, action, name="once"):
     """An action of one rank after so many steps of its trainer; once, unless name is ""."""
     def met(self, *_, **__):

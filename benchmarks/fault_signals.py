@@ -126,8 +126,8 @@ before(Trainer, "issue_step", lambda self, *_, **__: self.state.step == 4 and ti
 WAITS = {
     "meeting": (
         "ranvier.launch.process_group",
-        "before(sys.modules[__name__], 'connect', lambda me, **_: me.rank == 1 and (mark(), "
-        "time.sleep(60)))",
+        "before(sys.modules[__name__], 'init_process_group', "
+        "lambda me, **_: me.rank == 1 and (mark(), time.sleep(60)))",
         False,
     ),
     "data": (
@@ -141,7 +141,7 @@ WAITS = {
         "            mark(); time.sleep(2)\n"
         "        return make(step)\n"
         "    return slow\n"
-        "Trainer._batch_maker = _late\n",
+        "substitute(Trainer, '_batch_maker', _late)\n",
         True,
     ),
     "evaluation": (

@@ -10,7 +10,6 @@ them fails.
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import sys
 import tempfile
@@ -26,6 +25,7 @@ import fault_inputs
 import fault_signals
 import torch
 from fault_runs import CASES, PATIENCE, Case, Stage, UnableError, WrongError
+from script_parser import ScriptParser
 
 GROUPS = (fault_crashes, fault_signals, fault_disks, fault_files, fault_inputs)
 """Modules that add cases when they are imported."""
@@ -69,7 +69,7 @@ def table(results: list[tuple[Case, str, str]]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = ScriptParser(__doc__, smoke="--only D16")
     parser.add_argument("--only", default="", help="names or groups of cases, e.g. A5,C")
     parser.add_argument("--list", action="store_true", help="only list the cases")
     parser.add_argument("--seed", type=int, default=0)

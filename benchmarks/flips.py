@@ -8,7 +8,6 @@ directory are flipped and restored one at a time, each byte equally likely.
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import sys
@@ -19,6 +18,7 @@ from pathlib import Path
 
 import torch
 from kills import Kind, saved
+from script_parser import ScriptParser
 
 from ranvier.checkpoint import load
 from ranvier.checkpoint import manifest as manifests
@@ -65,7 +65,7 @@ def flips(checkpoint: Path, count: int, seed: int) -> Iterator[tuple[str, int, b
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = ScriptParser(__doc__, smoke="--flips 20")
     parser.add_argument("--flips", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()

@@ -16,7 +16,6 @@ started, with the engine of a tiny model on the CPU, or with --engine fake witho
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import importlib
@@ -31,6 +30,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+
+from script_parser import ScriptParser
 
 ROOT = Path(__file__).resolve().parents[1]
 CHUNK = 1000
@@ -516,7 +517,7 @@ def start_server(engine: str) -> Iterator[Any]:
 
 def main() -> int:
     """Runs the fuzzer; returns 1 if something was wrong."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = ScriptParser(__doc__, smoke="--engine fake --count 50 --state {folder}/state.json")
     parser.add_argument("--url", default="", help="server to test; empty starts one")
     parser.add_argument("--engine", choices=("real", "fake"), default="real", help="of that one")
     parser.add_argument("--pid", type=int, default=0, help="process of its front, for its memory")

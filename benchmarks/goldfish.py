@@ -27,14 +27,14 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
 import torch
+from job_pool import run_jobs
 from numpy.typing import NDArray
+from script_parser import ScriptParser
 
 from ranvier.config.plan import Plan
 from ranvier.config.run import RunConfig
@@ -62,10 +62,11 @@ SEQ_LEN = 40
 SUFFIX = 24
 """Last tokens of a canary that must be repeated."""
 BUCKETS = (0, 6, 50)
-DOCUMENTS = 12
+CANARIES = 12
 """Canaries per bucket."""
 STEPS = 600
 BATCH = 4
+EVAL_SAMPLES = 512
 LEARNING_RATE = 3e-3
 LAYERS = 2
 EMBED = 128
@@ -115,23 +116,23 @@ def draw_documents(count: int, drawn: np.random.Generator) -> NDArray[np.int64]:
     return tokens
 
 
-def write_corpus(folder: Path, drawn: np.random.Generator) -> str:
+def write_corpus(folder: Path, drawn: np.random.Generator, count: int) -> str:
     """Writes the documents that are read once."""
     builder = IndexedDatasetBuilder(folder / "tokens", "<u2")
-    for document in draw_documents(BACKGROUND, drawn):
+    for document in draw_documents(count, drawn):
         builder.add_document(document)
     builder.close()
     return str(index_pairs([folder / "tokens"], folder / "cache"))
 
 
-def draw_canaries(drawn: np.random.Generator) -> CanaryDocuments:
-    """Draws the canaries of all buckets."""
-    times = tuple(np.repeat(BUCKETS, DOCUMENTS).tolist())
+def draw_canaries(drawn: np.random.Generator, count: int) -> CanaryDocuments:
+    """Draws `count` canaries of each bucket."""
+    times = tuple(np.repeat(BUCKETS, count).tolist())
     documents = draw_documents(len(times), drawn)
     return CanaryDocuments(tuple(documents), times, tuple(map(str, times)), (1,) * len(times))
 
 
-def make_run(case: Case, seed: int) -> RunConfig:
+def make_run(case: Case, seed: int, steps: int, eval_samples: int) -> RunConfig:
     """Returns the settings of a run."""
     return RunConfig(
         model=DecoderModelConfig(
@@ -152,35 +153,39 @@ def make_run(case: Case, seed: int) -> RunConfig:
             goldfish_strategy=case.strategy,
             canaries="canaries",
         ),
-        optim=OptimConfig(lr=LEARNING_RATE, warmup_steps=20),
+        optim=OptimConfig(lr=LEARNING_RATE, warmup_steps=min(20, steps // 2)),
         plan=Plan(global_batch=BATCH),
         train=TrainConfig(
-            steps=STEPS,
+            steps=steps,
             seed=seed,
             device="cpu",
-            eval_interval=STEPS,
-            eval_samples=512,
-            canary_interval=STEPS,
+            eval_interval=steps,
+            eval_samples=eval_samples,
+            canary_interval=steps,
             canary_suffix=SUFFIX,
         ),
         checkpoint=CheckpointConfig(interval=-1),
     )
 
 
-def train_case(case: Case, seed: int) -> Result:
+def train_case(
+    case: Case, seed: int, steps: int, num_documents: int, num_canaries: int, eval_samples: int
+) -> Result:
     """Trains with one loss, and evaluates."""
     torch.set_num_threads(1)
     start = time.perf_counter()
     drawn = np.random.default_rng(seed)
     device = torch.device("cpu")
-    run = resolve_run(make_run(case, seed), ResolveContext(world_size=1, device=device))
+    run = resolve_run(
+        make_run(case, seed, steps, eval_samples), ResolveContext(world_size=1, device=device)
+    )
     with tempfile.TemporaryDirectory() as folder:
         data = open_data(
-            [write_corpus(Path(folder), drawn)],
+            [write_corpus(Path(folder), drawn, num_documents)],
             seq=SEQ_LEN,
             seed=seed,
             held_out=run.data.validation_fraction,
-            canaries=place_canaries(run, draw_canaries(drawn)),
+            canaries=place_canaries(run, draw_canaries(drawn, num_canaries)),
             goldfish=goldfish_mask(run),
         )
         trainer = Trainer.from_run(run, Grid({}), device, data)
@@ -215,9 +220,19 @@ def check_claims(matches: dict[str, tuple[float, float]], losses: dict[str, floa
 
 def settings() -> argparse.Namespace:
     """Parses the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = ScriptParser(
+        __doc__,
+        smoke="--seeds 1 --steps 16 --documents 200 --canaries 1 --samples 8 --processes 1 "
+        "--csv {folder}/rows.csv",
+    )
     parser.add_argument("--seeds", type=int, default=3, help="number of seeds")
     parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=STEPS, help="steps of each run")
+    parser.add_argument("--documents", type=int, default=BACKGROUND, help="of the corpus")
+    parser.add_argument("--canaries", type=int, default=CANARIES, help="canaries of each bucket")
+    parser.add_argument(
+        "--samples", type=int, default=EVAL_SAMPLES, help="held-out samples to evaluate"
+    )
     parser.add_argument("--processes", type=int, default=2, help="runs at the same time")
     parser.add_argument("--csv", help="file to write all results to")
     return parser.parse_args()
@@ -228,9 +243,9 @@ def main() -> None:
     asked = settings()
     start = time.perf_counter()
     seeds = range(asked.first_seed, asked.first_seed + asked.seeds)
-    with ProcessPoolExecutor(asked.processes, mp_context=get_context("spawn")) as pool:
-        jobs = [pool.submit(train_case, case, seed) for seed in seeds for case in CASES]
-        results = [job.result() for job in jobs]
+    length = (asked.steps, asked.documents, asked.canaries, asked.samples)
+    jobs = [(case, seed, *length) for seed in seeds for case in CASES]
+    results = run_jobs(train_case, jobs, processes=asked.processes)
     if asked.csv:
         write_csv(Path(asked.csv), results)
     matches = {}
@@ -251,7 +266,7 @@ def main() -> None:
         print(f"does not hold: {line}")
     print(f"{len(results)} runs in {time.perf_counter() - start:.0f} s")
     print("FAIL" if failed else "pass")
-    raise SystemExit(1 if failed else 0)
+    raise SystemExit(1 if failed and not asked.smoke else 0)
 
 
 def write_csv(path: Path, results: Sequence[Result]) -> None:

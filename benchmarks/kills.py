@@ -11,7 +11,6 @@ no damage. Prints the number of trials and the calls at which they were killed.
 
 from __future__ import annotations
 
-import argparse
 import collections
 import itertools
 import os
@@ -28,6 +27,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from script_parser import ScriptParser
 
 from ranvier.checkpoint import async_saver, load
 from ranvier.checkpoint import directory as folders
@@ -206,7 +206,7 @@ def removed(folder: Path, step: int) -> Path:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = ScriptParser(__doc__, smoke="--trials 4")
     parser.add_argument("--trials", type=int, default=0, help="random trials; 0: every call")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--control", action="store_true", help="remove a step before it is saved")

@@ -24,18 +24,19 @@ import multiprocessing
 import statistics
 import time
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from held_out import HeldOut
+from job_pool import run_jobs
+from script_parser import ScriptParser
 
 from ranvier.config.kinds import named_model
 from ranvier.config.plan import Plan
 from ranvier.config.run import RunConfig
-from ranvier.config.sections import CheckpointConfig, TrainConfig
+from ranvier.config.sections import CheckpointConfig, DataConfig, TrainConfig
 from ranvier.data.run_data import data_source
 from ranvier.grid import Grid
 from ranvier.launch import die_with_parent, init_process_group, local_process_infos
@@ -80,31 +81,36 @@ class Result:
     seconds: float
 
 
-def make_run(case: Case, seed: int) -> RunConfig:
+def make_run(case: Case, seed: int, steps: int, held_out: HeldOut) -> RunConfig:
     """Returns the settings of a run: the defaults of `ranvier train`, on one CPU."""
-    usual = RunConfig()
     model = replace(
         named_model("tiny"),
         residual=case.residual,
         ladder_layers=case.ladder_layers,
     )
-    steps = usual.train.steps
     return RunConfig(
         model=model,
+        data=DataConfig(validation_fraction=held_out.fraction),
         train=TrainConfig(
-            steps=steps, seed=seed, device="cpu", eval_interval=steps, eval_samples=EVAL_SAMPLES
+            steps=steps,
+            seed=seed,
+            device="cpu",
+            eval_interval=steps,
+            eval_samples=held_out.samples,
         ),
         checkpoint=CheckpointConfig(interval=-1),
     )
 
 
-def train_case(case: Case, seed: int, stored: list[str]) -> Result:
+def train_case(case: Case, seed: int, steps: int, held_out: HeldOut, stored: list[str]) -> Result:
     """Trains a model, and evaluates it."""
     torch.set_num_threads(1)
     start = time.perf_counter()
     device = torch.device("cpu")
-    run = resolve_run(make_run(case, seed), ResolveContext(world_size=1, device=device))
-    data = data_source(run.model).open(run, stored)
+    run = resolve_run(
+        make_run(case, seed, steps, held_out), ResolveContext(world_size=1, device=device)
+    )
+    data = held_out.open(run, stored)
     *_, last = Trainer.from_run(run, Grid({}), device, data).run_steps()
     return Result(case.name, seed, last["val_loss"], time.perf_counter() - start)
 
@@ -132,14 +138,14 @@ def compare_losses(asked: argparse.Namespace) -> bool:
     """Trains all cases, prints the table and returns whether the claim holds."""
     start = time.perf_counter()
     cases = [*CASES, LAST_HALF] if asked.last_half else CASES
-    run = make_run(cases[0], 0)
+    held_out = HeldOut.from_options(asked)
+    run = make_run(cases[0], 0, asked.steps, held_out)
     stored = data_source(run.model).prepare(
         resolve_run(run, ResolveContext(world_size=1, device=torch.device("cpu")))
     )
     seeds = range(asked.first_seed, asked.first_seed + asked.seeds)
-    with ProcessPoolExecutor(asked.processes, mp_context=get_context("spawn")) as pool:
-        jobs = [pool.submit(train_case, case, seed, stored) for seed in seeds for case in cases]
-        results = [job.result() for job in jobs]
+    jobs = [(case, seed, asked.steps, held_out, stored) for seed in seeds for case in cases]
+    results = run_jobs(train_case, jobs, processes=asked.processes)
     if asked.csv:
         write_csv(Path(asked.csv), results)
     losses = {
@@ -307,10 +313,17 @@ def compare_overlap(asked: argparse.Namespace) -> None:
 
 def settings() -> argparse.Namespace:
     """Parses the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = ScriptParser(
+        __doc__,
+        smoke="--seeds 1 --steps 2 --held-out 0.2 --samples 4 --processes 1 --last-half "
+        "--csv {folder}/rows.csv",
+    )
     parser.add_argument("--seeds", type=int, default=3, help="number of seeds")
     parser.add_argument("--first-seed", type=int, default=0)
+    usual = RunConfig().train.steps
+    parser.add_argument("--steps", type=int, default=usual, help="steps of each run")
     parser.add_argument("--processes", type=int, default=2, help="runs at the same time")
+    HeldOut.add_options(parser, samples=EVAL_SAMPLES)
     parser.add_argument("--csv", help="file to write all losses to")
     parser.add_argument("--last-half", action="store_true", help="also with half of the layers")
     parser.add_argument("--overlap", action="store_true", help="measure the overlap instead")
@@ -327,7 +340,7 @@ def main() -> None:
     if asked.overlap:
         compare_overlap(asked)
         return
-    raise SystemExit(0 if compare_losses(asked) else 1)
+    raise SystemExit(0 if compare_losses(asked) or asked.smoke else 1)
 
 
 if __name__ == "__main__":

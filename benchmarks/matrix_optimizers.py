@@ -23,7 +23,6 @@ hold.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import itertools
 import json
@@ -32,16 +31,17 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from multiprocessing import get_context
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.nn.functional as F
+from job_pool import run_jobs
+from script_parser import ScriptParser
 from torch import Tensor
 
 from ranvier.config import run as runs
@@ -255,13 +255,13 @@ def train(job: Job) -> Curve:
 class Comparison:
     """Runs jobs in parallel and compares two optimizers."""
 
-    run_all: Callable[[Sequence[Job]], list[Curve]]
+    run_all: Callable[[Sequence[tuple[Job]]], list[Curve]]
     seeds: int
     curves: list[Curve] = field(default_factory=list)
 
     def run_jobs(self, jobs: Sequence[Job]) -> list[Curve]:
         """Runs jobs and prints their final losses."""
-        found = self.run_all(jobs)
+        found = self.run_all([(job,) for job in jobs])
         self.curves += found
         for curve in found:
             print(
@@ -347,8 +347,8 @@ def check_jorge(
 
 def main(words: Sequence[str] | None = None) -> int:
     """Checks the claims."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = ScriptParser(
+        __doc__, smoke="--tiny --device cpu --processes 1 --json {folder}/rows.json"
     )
     parser.add_argument("claims", nargs="*", help="muon, jorge; both by default")
     parser.add_argument("--seeds", type=int, default=3)
@@ -356,6 +356,9 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="of the decoder"
     )
+    # More processes than 8 only wait for one GPU.
+    cores = min(len(os.sched_getaffinity(0)), 8)
+    parser.add_argument("--processes", type=int, default=cores, help="runs at the same time")
     parser.add_argument("--json", type=Path, help="file to write all losses to")
     asked = parser.parse_args(words)
     claims = asked.claims or ["muon", "jorge"]
@@ -369,17 +372,14 @@ def main(words: Sequence[str] | None = None) -> int:
         overrides = {"model": {"layers": 1}, "plan": {"global_batch": 2}, "data": {"seq_len": 16}}
         overrides["train"] = {"eval_samples": 4, "eval_interval": 5}
         asked.seeds = 1
-    # One process per core; more than 8 only wait for one GPU.
-    cores = min(len(os.sched_getaffinity(0)), 8)
     start = time.perf_counter()
-    with ProcessPoolExecutor(cores, mp_context=get_context("spawn")) as pool:
-        comparison = Comparison(lambda jobs: list(pool.map(train, jobs)), asked.seeds)
-        results = []
-        if "muon" in claims:
-            results.append(check_muon(comparison, steps["adamw"], overrides, asked.device))
-        if "jorge" in claims:
-            results.append(check_jorge(comparison, steps, overrides, asked.device))
-    print(f"{time.perf_counter() - start:.0f} s, {cores} processes")
+    comparison = Comparison(partial(run_jobs, train, processes=asked.processes), asked.seeds)
+    results = []
+    if "muon" in claims:
+        results.append(check_muon(comparison, steps["adamw"], overrides, asked.device))
+    if "jorge" in claims:
+        results.append(check_jorge(comparison, steps, overrides, asked.device))
+    print(f"{time.perf_counter() - start:.0f} s, {asked.processes} processes")
     if asked.json is not None:
         rows = [dataclasses.asdict(curve) for curve in comparison.curves]
         asked.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")

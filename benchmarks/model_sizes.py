@@ -11,7 +11,6 @@ trainer put the optimizer states. Sizes that do not fit are listed with the mess
 
 from __future__ import annotations
 
-import argparse
 import csv
 import json
 import statistics
@@ -21,6 +20,8 @@ import tempfile
 import tomllib
 from pathlib import Path
 from typing import Any
+
+from script_parser import ScriptParser
 
 SIZES = {
     "gpt2": (1024, 64),
@@ -77,7 +78,9 @@ def measure_size(
 
 def main() -> None:
     """Measures the sizes one after the other and prints a line for each."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser = ScriptParser(
+        __doc__, smoke="--sizes tiny --device cpu --steps 6 --csv {folder}/rows.csv"
+    )
     parser.add_argument("--sizes", nargs="+", default=list(SIZES), help="named model sizes")
     parser.add_argument("--steps", type=int, default=12, help="steps per size, at least 6")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
@@ -102,6 +105,8 @@ def main() -> None:
                 writer = csv.DictWriter(file, names)
                 writer.writeheader()
                 writer.writerows(rows)
+    if arguments.smoke and any("error" in row for row in rows):
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

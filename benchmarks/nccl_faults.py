@@ -45,6 +45,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
+from script_parser import ScriptParser
+
 MODEL = (
     *("--data.max-bytes", "60000", "--data.seq-len", "32", "--data.tokenizer", "bytes"),
     *("--model.layers", "2", "--model.embed", "32", "--model.head-dim", "8", "--model.mlp", "48"),
@@ -753,6 +755,8 @@ class Session:
     def play(self) -> int:
         """Runs all trials that the budget allows; returns the exit code."""
         try:
+            for grid in self.options.grid if self.options.smoke else ():
+                self._get_reference(grid)
             for trial in plan_trials(self.options, self.setup):
                 seconds = time.monotonic() - self.began
                 if self.options.budget_seconds and seconds > self.options.budget_seconds:
@@ -768,7 +772,7 @@ class Session:
             print("Interrupted", flush=True)
             self.failures += 1
         print(f"{self.trials} trials, {self.failures} failures", flush=True)
-        return int(self.failures > 0 or self.trials == 0)
+        return int(self.failures > 0 or (self.trials == 0 and not self.options.smoke))
 
     def _play_trial(self, trial: Trial, reference: Reference) -> None:
         """Runs a trial and prints its outcome."""
@@ -805,8 +809,10 @@ class Session:
 def parse_options() -> argparse.Namespace:
     """Parses the command line."""
     assert __doc__ is not None
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = ScriptParser(
+        __doc__,
+        smoke="--backend gloo --grid data=2 --trials 0 --steps 6",
+        skipped="trials, which take longer; the uninterrupted run of a grid is made",
     )
     parser.add_argument("--trials", type=int, default=12, help="number of trials (12)")
     parser.add_argument("--seed", type=int, default=0, help="seed of times and ranks (0)")

@@ -12,7 +12,6 @@ of bf16 alone changes a single loss by more). Each run must end within 10 s of i
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -21,6 +20,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from script_parser import ScriptParser
 
 from ranvier.checkpoint.directory import find_checkpoints
 from ranvier.checkpoint.load import load_full_tensors
@@ -38,8 +39,11 @@ SMALL = (
     *("--model.vocab", "260", "--plan.global-batch", "8", "--plan.micro-batch", "1"),
 )
 """A model with fast steps."""
-GRID = ("--plan.pipe", "2", "--plan.row", "2", "--plan.depth", "2", "--plan.data", "1")
-RANKS = 8
+GRIDS = {
+    1: (),
+    8: ("--plan.pipe", "2", "--plan.row", "2", "--plan.depth", "2", "--plan.data", "1"),
+}
+"""Settings by number of ranks."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,7 @@ def run(folder: Path, words: Sequence[str], backend: str, *, ranks: int) -> Ende
         command += ["--nproc", "1"]
     else:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--no-python", "--standalone"]
-        command = [*torchrun, "--nproc-per-node", str(ranks), *command, *GRID]
+        command = [*torchrun, "--nproc-per-node", str(ranks), *command, *GRIDS[ranks]]
         command += ["--train.backend", backend]
         command += ["--launch.share-gpu", "True"] if backend == "nccl" else []
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -100,7 +104,7 @@ def compare_weights(have: Path, want: Path) -> float:
     )
 
 
-def check(ended: Ended, one: Ended, dtype: str) -> tuple[str, bool]:
+def check(ended: Ended, one: Ended, dtype: str, end_seconds: float) -> tuple[str, bool]:
     """Compares a run with the one of a single process; returns a text and whether it passes."""
     if ended.code:
         return f"exit code {ended.code}\n{ended.output[-2000:]}", False
@@ -114,22 +118,35 @@ def check(ended: Ended, one: Ended, dtype: str) -> tuple[str, bool]:
         words += f"  norm {norm:.1e}  weights {weights:.1e}"
         good = good and max(norm, weights) <= LIMITS[dtype]
     words += f"  ended {ended.after_last_step:.1f} s after its last step"
-    return words, good and ended.after_last_step <= END_SECONDS
+    return words, good and ended.after_last_step <= end_seconds
 
 
 def main() -> int:
     """Runs, compares and prints."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = ScriptParser(
+        __doc__,
+        smoke="--backend gloo --ranks 1 --policy 1f1b --dtype fp64 --steps 2 --end-seconds 100",
+        skipped="the eight ranks, which take longer; another run in one process is compared",
     )
     parser.add_argument("--policy", action="append", choices=POLICIES, help="default: all")
     parser.add_argument("--dtype", action="append", choices=[*STEPS], help="default: all")
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        choices=GRIDS,
+        default=8,
+        help="of the grid; 1: another run in one process",
+    )
+    parser.add_argument("--steps", type=int, help="default: 10 of fp64, 20 of fp32, 100 of bf16")
+    parser.add_argument(
+        "--end-seconds", type=float, default=END_SECONDS, help="after the last step"
+    )
     parser.add_argument("--backend", choices=("nccl", "gloo"), default="nccl")
     asked, bad = parser.parse_args(), 0
     policies, dtypes = asked.policy or [*POLICIES], asked.dtype or [*STEPS]
     with tempfile.TemporaryDirectory(prefix="nccl-policies-") as name:
         for dtype in dtypes:
-            words = ["--train.dtype", dtype, "--train.steps", str(STEPS[dtype])]
+            words = ["--train.dtype", dtype, "--train.steps", str(asked.steps or STEPS[dtype])]
             words += SMALL if dtype != "bf16" else ()
             one = run(Path(name) / f"one-{dtype}", words, asked.backend, ranks=1)
             if one.code:
@@ -139,8 +156,8 @@ def main() -> int:
                 more = ["--plan.schedule", policy]
                 more += ["--plan.virtual-stages", "2"] if policy == "interleaved" else []
                 folder = Path(name) / f"{policy}-{dtype}"
-                ended = run(folder, [*words, *more], asked.backend, ranks=RANKS)
-                text, good = check(ended, one, dtype)
+                ended = run(folder, [*words, *more], asked.backend, ranks=asked.ranks)
+                text, good = check(ended, one, dtype, asked.end_seconds)
                 print(f"{dtype}  {policy:<12} {'ok  ' if good else 'FAIL'}  {text}", flush=True)
                 bad += not good
     print(f"{'FAIL' if bad else 'PASS'}: {bad} runs differ or end late")

@@ -57,6 +57,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from script_parser import ScriptParser
 from torch import Tensor, distributed, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
@@ -66,6 +67,7 @@ from torch.distributed.pipelining.schedules import (
     ScheduleZBVZeroBubble,
 )
 
+from ranvier.buckets.scheduler import BucketScheduler
 from ranvier.config.plan import Plan
 from ranvier.grid import Grid
 from ranvier.launch import ProcessInfo, die_with_parent, init_process_group, local_process_infos
@@ -106,8 +108,8 @@ LEAST = {("balanced", 2): 0.97, ("balanced", 4): 0.97, ("jitter", 2): 1.0, ("jit
 
 def settings() -> argparse.Namespace:
     """Parses the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = ScriptParser(
+        __doc__, smoke="--quick --ranks 2 --case balanced --json {folder}/rows.json"
     )
     add = parser.add_argument
     add("--ranks", type=int, action="append", choices=(2, 4), help="default: 2 and 4")
@@ -239,7 +241,7 @@ class Product(torch.autograd.Function):
             weight.grad = grad if weight.grad is None else weight.grad.add_(grad)
 
         dx = dy @ weight if ctx.needs_input_grad[0] else None
-        ctx.moment.do(deliver)
+        ctx.moment.run_or_defer(deliver)
         return dx, None, None
 
 
@@ -346,16 +348,6 @@ def jobs_of(runtime: PipelineExecutor) -> list[dict[str, Any]]:
     return jobs
 
 
-class NoQueue:
-    """A bucket scheduler that does nothing: these weights need no gathering."""
-
-    def job(self, *, last: bool = False, forget: bool = False) -> None:
-        """Nothing."""
-
-    def flush(self) -> None:
-        """Nothing."""
-
-
 @dataclass
 class Field:
     """Everything that the contestants of a setting share on this rank."""
@@ -385,8 +377,11 @@ class Field:
             return loss_of(y, targets) if parts.start == final else y
 
         stage = ModelStage(self.rank, setting.ranks, tuple(slice(v, v + 1) for v in mine), run)
-        queue: Any = NoQueue()
-        runtime = PipelineExecutor(self.grid, stage, queue, moment, self.device, record_times=True)
+        # Without buckets: these weights are neither gathered nor reduced.
+        scheduler = BucketScheduler(self.grid, overlap=(), dtype=torch.float32)
+        runtime = PipelineExecutor(
+            self.grid, stage, scheduler, moment, self.device, record_times=True
+        )
         micros = [
             MicroBatch({"tokens": x, "targets": y})
             for x, y in zip(
@@ -1058,7 +1053,7 @@ def main() -> int:
                 head = {"commit": commit(), "torch": torch.__version__, "argv": sys.argv}
                 asked.json.write_text(json.dumps({**head, "settings": notes}, indent=1))
     print(f"\n{'FAIL' if bad else 'PASS'}: {bad} requirements not met")
-    return 1 if bad else 0
+    return 1 if bad and not asked.smoke else 0
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from pathlib import Path
 TESTS = Path(__file__).resolve().parents[1] / "tests"
 sys.path[:0] = [str(TESTS), str(TESTS / "pipeline")]
 
+from script_parser import ScriptParser  # noqa: E402
 from test_stages import CLIP, LR, serial, whole_product  # noqa: E402
 
 from equivalence import Case, compare, run_case  # noqa: E402
@@ -32,9 +33,7 @@ FIRST_SEED = 1_000_000
 
 def settings() -> argparse.Namespace:
     """Parses the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ScriptParser(__doc__, smoke="--first 31 --count 1")
     parser.add_argument("--count", type=int, default=200, help="cases")
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     return parser.parse_args()
@@ -48,7 +47,7 @@ def drawn(number: int) -> tuple[dict[str, int], Case]:
 
 def differences(pool: Pool, grid: dict[str, int], case: Case) -> list[str]:
     """Returns the differences to one process."""
-    whole = serial(case.model, case.packed)
+    whole = serial(case.model, case.packed, case.steps)
     try:
         return compare(whole, pool.on_grid(grid, run_case, case, whole.batch, LR, CLIP))
     except RankError as error:

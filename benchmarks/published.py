@@ -11,7 +11,6 @@ communication: FLOPs, bubble and one constant per device and precision.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 from collections import defaultdict
@@ -26,6 +25,7 @@ import published_rows as published
 from published_fit import Terms, chip
 from published_frameworks import COMMON, Framework
 from published_rows import Row
+from script_parser import ScriptParser
 
 from ranvier.planner.predict import Prediction
 
@@ -102,15 +102,15 @@ def _fitted(rows: tuple[Row, ...]) -> Terms:
 
 
 def left_out(
-    rows: Sequence[Row], group: str = "source", *, common: bool = False
+    rows: Sequence[Row], group: str = "source", *, common: bool = False, fit: bool = True
 ) -> list[tuple[Guess, bool]]:
     """Returns each run with its group left out, and whether no other source has its chip.
 
-    common: its framework counts as unknown.
+    common: its framework counts as unknown. fit: whether constants are fitted, or the default ones.
     """
     of, found = fits.GROUPS[group], []
     for row in rows:
-        terms = fitted(group, of(row))
+        terms = fitted(group, of(row)) if fit else Terms()
         alone = all(r.source == row.source for r in given() if chip(r) == chip(row))
         runs = published.stated(row, COMMON) if common else None
         found.append((guess(row, terms, runs), alone))
@@ -314,12 +314,13 @@ def unknown(rows: Sequence[Row]) -> None:
 
 def main() -> None:
     """Prints all results."""
-    parser = argparse.ArgumentParser()
+    parser = ScriptParser(__doc__, smoke="--no-fit --json {folder}/rows.json")
     parser.add_argument("--show", default="", help="print each run of a source")
     parser.add_argument("--fit", action="store_true", help="print constants fitted to all sources")
     parser.add_argument("--leave", choices=tuple(fits.GROUPS), default="source")
     parser.add_argument("--common", action="store_true", help="treat every framework as unknown")
     parser.add_argument("--data", type=Path, default=published.DATA / "published_runs.csv")
+    parser.add_argument("--no-fit", action="store_true", help="with the default constants")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if args.fit:
@@ -329,7 +330,7 @@ def main() -> None:
         return
     rows = published.rows(args.data)
     scored = [row for row in rows if row.scored and not row.unknown]
-    guesses = left_out(timed(rows), args.leave, common=args.common)
+    guesses = left_out(timed(rows), args.leave, common=args.common, fit=not args.no_fit)
     null = null_errors(timed(rows))
     for one, _ in guesses:
         if one.row.source == args.show:

@@ -26,21 +26,20 @@ the peak memory of 64 iterations within 2 % of that of 16. Exit status 1 if a cl
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
 import statistics
 import time
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from job_pool import run_jobs
+from script_parser import ScriptParser
 from torch import Tensor
 
 from ranvier.config.plan import Plan
@@ -247,8 +246,7 @@ def run_depth(seeds: Sequence[int], tiny: bool, out: Path | None) -> int:
     """Trains all seeds, two at a time, and checks the claims."""
     jobs = [DepthJob(seed, steps=3, batch=4) if tiny else DepthJob(seed) for seed in seeds]
     workers = min(len(jobs), os.cpu_count() or 1, 2)
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        results = list(pool.map(train_depth, jobs))
+    results = run_jobs(train_depth, [(job,) for job in jobs], processes=workers)
     print(format_depth(results))
     if out is not None:
         out.write_text("".join(json.dumps(asdict(one)) + "\n" for one in results))
@@ -357,7 +355,11 @@ def run_speed(job: SpeedJob, out: Path | None) -> int:
 
 def main() -> int:
     """Runs one of the two benchmarks."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = ScriptParser(
+        __doc__,
+        smoke="--tiny --seeds 0 --out {folder}/rows.json",
+        skipped="mode speed, which needs a GPU",
+    )
     parser.add_argument("mode", nargs="?", choices=("depth", "speed"), default="depth")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--tiny", action="store_true", help="a few steps, as a check")

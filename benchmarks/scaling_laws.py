@@ -14,7 +14,6 @@ root mean square error of x over 100 draws. A design does not assume the third l
 
 from __future__ import annotations
 
-import argparse
 import math
 import time
 from collections.abc import Sequence
@@ -24,6 +23,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+from script_parser import ScriptParser
 
 from ranvier.scaling.bootstrap import Interval, draw_runs, resample_law
 from ranvier.scaling.design import (
@@ -124,7 +124,7 @@ def compare_designs(draws: int) -> None:
 
 def main() -> None:
     """Runs a comparison."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = ScriptParser(__doc__, smoke="design --trials 2 --resamples 2")
     parser.add_argument("what", choices=("coverage", "design"))
     parser.add_argument("--trials", type=int, default=100)
     parser.add_argument("--resamples", type=int, default=200)

@@ -1,6 +1,8 @@
 """Measures how long the planner searches, and the start-up time of the command.
 
-Usage: python benchmarks/search.py Prints layouts, seconds and layouts per second with one and two
+    python benchmarks/search.py
+
+Prints layouts, seconds and layouts per second with one and two
 processes for a few jobs, and the seconds of `ranvier plan` from the shell in addition to its
 search: for a built-in size, which needs no torch (the minimum of TIMES calls), and for the first
 call with another model, which is built once. Limits: 10,000 layouts in 10 s on two cores; start-up
@@ -16,6 +18,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+
+from script_parser import ScriptParser
 
 from ranvier.planner import cluster, model_spec, search
 from ranvier.planner.predict import Workload
@@ -34,24 +38,31 @@ TIMES = 10
 
 def main() -> None:
     """Prints the table."""
+    parser = ScriptParser(__doc__, smoke="--jobs 1 --nodes 1 --times 1")
+    parser.add_argument(
+        "--jobs", type=int, default=len(JOBS), help="number of jobs, the first ones"
+    )
+    parser.add_argument("--nodes", type=int, help="nodes of every job (default: its own)")
+    parser.add_argument("--times", type=int, default=TIMES, help="calls of a built-in size")
+    asked = parser.parse_args()
     print(f"{'job':32} {'grids':>6} {'layouts':>8} {'1 process':>10} {'2':>8} {'per second':>10}")
-    for size, machine, nodes, batch in JOBS:
+    for size, machine, nodes, batch in JOBS[: asked.jobs]:
         wish = SearchRequest(
             Workload(model_spec.load_shipped_spec(size), 4096, batch),
-            cluster.load_cluster(machine).with_size(nodes=nodes),
+            cluster.load_cluster(machine).with_size(nodes=asked.nodes or nodes),
         )
         spent = []
         for workers in (2, 1):  # in this order: what is cached here is forked
             began = time.perf_counter()
             result = search.search_layouts(wish, workers=workers)
             spent.append(time.perf_counter() - began)
-        name = f"{size} on {nodes} x {machine}"
+        name = f"{size} on {asked.nodes or nodes} x {machine}"
         print(
             f"{name:32} {result.num_grids:6} {result.num_candidates:8,} {spent[1]:8.2f} s "
             f"{spent[0]:6.2f} s {result.num_candidates / spent[0]:10,.0f}"
         )
     for name, words in (("built-in size", NAMED), ("other model", OTHER)):
-        spent_all = [started(words) for _ in range(TIMES if words is NAMED else 1)]
+        spent_all = [started(words) for _ in range(asked.times if words is NAMED else 1)]
         print(f"start-up, {name}: {min(spent_all):.2f} s (ranvier {' '.join(words)})")
 
 

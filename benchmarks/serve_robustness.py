@@ -10,7 +10,6 @@ of a machine that does nothing else.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import importlib
@@ -30,6 +29,8 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from script_parser import ScriptParser
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
@@ -805,7 +806,7 @@ def run_case(name: str, scale: float) -> bool:
 
 def main() -> int:
     """Runs the cases; returns 1 if one has failed."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = ScriptParser(__doc__, smoke="large_body --scale 0.01")
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)}")
     parser.add_argument("--scale", type=float, default=1.0, help="share of the requests to send")
     options = parser.parse_args()

@@ -14,7 +14,6 @@ add through shared memory, at the rate at which all ranks copy at once.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -25,6 +24,7 @@ from statistics import median
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import torch
+from script_parser import ScriptParser
 from torch import distributed
 
 from pool import Pool
@@ -114,8 +114,8 @@ def print_table(rows: dict[str, dict[str, float]], ranks: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = ScriptParser(
+        __doc__, smoke="--ranks 2 --bytes 4096 --calls 1 --json {folder}/rows.json"
     )
     parser.add_argument("--ranks", type=int, default=2, help="CPU ranks (default 2)")
     parser.add_argument(

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from script_parser import ScriptParser
 
 from ranvier.checkpoint.hf import model, safetensors
 from ranvier.launch import find_free_port
@@ -39,7 +40,9 @@ from ranvier.models.hf.registry import find_family
 
 MIB = 1 << 20
 FACTOR, ROOM = 1.3, 64 * MIB
-GRIDS: dict[str, dict[str, int]] = {"one rank": {}, "2·2·2": {"depth": 2, "row": 2, "col": 2}}
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+GRIDS: dict[int, dict[str, int]] = {1: {}, 8: {"depth": 2, "row": 2, "col": 2}}
+"""Degrees by number of ranks."""
 
 
 def config_of(num_bytes: int, dtype: torch.dtype, experts: int = 0) -> DecoderConfig:
@@ -201,8 +204,10 @@ def shown(name: str, reads: list[Read]) -> bool:
 
 
 def settings() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = ScriptParser(__doc__, smoke="--gib 0.01 --dtype bfloat16 --ranks 1")
     parser.add_argument("--gib", type=float, default=1.0, help="size of the model in GiB")
+    parser.add_argument("--dtype", choices=DTYPES, nargs="+", default=[*DTYPES])
+    parser.add_argument("--ranks", type=int, choices=GRIDS, nargs="+", default=[*GRIDS])
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="directory for the model")
     parser.add_argument("--rank", default="", help=argparse.SUPPRESS)
     parser.add_argument("--axes", default="{}", help=argparse.SUPPRESS)
@@ -217,14 +222,14 @@ def main() -> None:
         print(json.dumps((read or load(folder, json.loads(asked.axes))).__dict__))
         return
     good = True
-    for dtype in (torch.bfloat16, torch.float32):
+    for word in asked.dtype:
         home = Path(tempfile.mkdtemp(prefix="ranvier-streaming-", dir=asked.folder))
         try:
-            word = str(dtype).removeprefix("torch.")
-            size = write(home / "model", int(asked.gib * (1 << 30)), dtype)
+            size = write(home / "model", int(asked.gib * (1 << 30)), DTYPES[word])
             print(f"{word}: {size / MIB:.1f} MiB", flush=True)
-            for name, axes in GRIDS.items():
-                good &= shown(f"{word} {name}", ranks(home / "model", "load", axes))
+            for size_of_grid in asked.ranks:
+                reads = ranks(home / "model", "load", GRIDS[size_of_grid])
+                good &= shown(f"{word}, {size_of_grid} ranks", reads)
             good &= shown(f"{word} ranvier import", ranks(home / "model", "import", {}))
         finally:
             shutil.rmtree(home)

@@ -17,7 +17,6 @@ time limit, after which the stacks are printed and all processes are ended.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import faulthandler
 import json
@@ -40,6 +39,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from script_parser import ScriptParser
 from torch import Tensor, distributed
 
 from ranvier.comm.transports.symmetric_memory import (
@@ -135,16 +135,18 @@ def bits_of(x: Tensor) -> Tensor:
     return x.view(INTEGERS[x.element_size()])
 
 
-def make_input(rank: int, case: int, numel: int, dtype: torch.dtype) -> Tensor:
+def make_input(
+    rank: int, case: int, numel: int, dtype: torch.dtype, device: torch.device = DEVICE
+) -> Tensor:
     """Values of a rank of very different magnitude, known to all ranks."""
-    generator = torch.Generator(DEVICE).manual_seed(1000 * case + rank)
+    generator = torch.Generator(device).manual_seed(1000 * case + rank)
     if not dtype.is_floating_point:
         return torch.randint(
-            *(-(2**20), 2**20, (numel,)), generator=generator, device=DEVICE, dtype=dtype
+            *(-(2**20), 2**20, (numel,)), generator=generator, device=device, dtype=dtype
         )
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    values = torch.randn(numel, generator=generator, device=DEVICE, dtype=wide)
-    values *= 2.0 ** torch.randint(-12, 13, (numel,), generator=generator, device=DEVICE)
+    values = torch.randn(numel, generator=generator, device=device, dtype=wide)
+    values *= 2.0 ** torch.randint(-12, 13, (numel,), generator=generator, device=device)
     # A small value is lost if it is added to a large one before that has been cancelled.
     values[1::3] = (2.0**15, -(2.0**15), 2.0**-12)[rank % 3]
     values[:1] = -0.0
@@ -172,7 +174,20 @@ def expected(name: str, inputs: Sequence[Tensor], index: int) -> Tensor:
 def output_like(name: str, x: Tensor, ranks: int) -> Tensor:
     """An output of a collective."""
     counts = {"all_gather": x.numel() * ranks, "reduce_scatter": x.numel() // ranks}
-    return torch.empty(counts.get(name, x.numel()), dtype=x.dtype, device=DEVICE)
+    return torch.empty(counts.get(name, x.numel()), dtype=x.dtype, device=x.device)
+
+
+def check_references(ranks: int) -> int:
+    """Computes the plain sums of a few sizes on the CPU; returns 1 if a result has another size."""
+    wrong = 0
+    for dtype in DTYPES:
+        inputs = [make_input(rank, 0, 96, dtype, torch.device("cpu")) for rank in range(ranks)]
+        for name in ("all_gather", "reduce_scatter", "all_reduce"):
+            want = expected(name, inputs, index=ranks - 1)
+            have = output_like(name, inputs[0], ranks)
+            wrong += (want.shape, want.dtype) != (have.shape, have.dtype)
+        print(f"{dtype}: 3 references")
+    return int(wrong > 0)
 
 
 def check_bits(rank: Rank) -> None:
@@ -605,8 +620,10 @@ def end_service(folder: Path) -> None:
 
 def main() -> int:
     """Runs all phases and returns an exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    parser = ScriptParser(
+        __doc__,
+        smoke="--ranks 2",
+        skipped="the collectives, which need a GPU; their references are computed",
     )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--calls", type=int, default=10_000)
@@ -614,6 +631,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=225.0, help="time limit of everything")
     parser.add_argument("--json", default="", help="file for the times")
     options = parser.parse_args()
+    if options.smoke:
+        return check_references(options.ranks)
     begun = time.time()
     deadline = begun + options.seconds
     ready = multiprocessing.get_context("spawn").Event()

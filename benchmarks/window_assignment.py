@@ -13,7 +13,6 @@ of the predicted one.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -26,6 +25,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from script_parser import ScriptParser
 
 from ranvier import launch
 from ranvier.comm.consensus import max_over_ranks
@@ -56,7 +56,7 @@ GAIN = 0.9
 """Least measured gain relative to the predicted one."""
 
 
-def make_run(balance: Balance) -> RunConfig:
+def make_run(balance: Balance, seq_len: int) -> RunConfig:
     """Return the run, whose model is so small that attention takes most of the time."""
     model = DecoderModelConfig(
         layers=2,
@@ -66,11 +66,11 @@ def make_run(balance: Balance) -> RunConfig:
         head_dim=64,
         mlp=128,
         vocab=257,
-        max_seq=SEQ_LEN,
+        max_seq=seq_len,
     )
     return RunConfig(
         model=model,
-        data=DataConfig(seq_len=SEQ_LEN, balance=balance, validation_fraction=0.0),
+        data=DataConfig(seq_len=seq_len, balance=balance, validation_fraction=0.0),
         plan=Plan(data=1, depth=2, global_batch=2 * MICRO_BATCHES, micro_batch=1),
         train=TrainConfig(device="cpu", dtype="fp32", eval_interval=0),
     )
@@ -90,28 +90,30 @@ def write_corpus(folder: Path, tokens: int) -> Path:
     return folder / "corpus"
 
 
-def open_corpus(corpus: Path) -> TextData:
+def open_corpus(corpus: Path, seq_len: int) -> TextData:
     """Open the data of the run."""
-    return open_data([corpus], seq=SEQ_LEN, seed=0)
+    return open_data([corpus], seq=seq_len, seed=0)
 
 
-def count_efficiency(corpus: Path, balance: Balance, steps: int) -> list[float]:
+def count_efficiency(corpus: Path, balance: Balance, steps: int, seq_len: int) -> list[float]:
     """Return the efficiency of each step by FLOPs."""
-    run = resolve_run(make_run(balance), ResolveContext(world_size=2))
-    counter = WorkCounter.from_run(run, open_corpus(corpus).train, itemsize=4)
+    run = resolve_run(make_run(balance, seq_len), ResolveContext(world_size=2))
+    counter = WorkCounter.from_run(run, open_corpus(corpus, seq_len).train, itemsize=4)
     firsts = range(0, steps * run.plan.global_batch, run.plan.global_batch)
     return [counter.count_step(first).efficiency for first in firsts]
 
 
-def time_rank(corpus: Path, output: Path, steps: int, runs: int, me: ProcessInfo) -> int:
+def time_rank(
+    corpus: Path, output: Path, steps: int, runs: int, seq_len: int, me: ProcessInfo
+) -> int:
     """Take all steps as one rank; the first one writes the seconds of each."""
     torch.set_num_threads(1)
     device = torch.device("cpu")
     context = ResolveContext(world_size=me.world_size, process=me, device=device)
-    run = resolve_run(make_run("none"), context)
+    run = resolve_run(make_run("none", seq_len), context)
     with launch.join_process_group(me, "gloo", 600.0):
         grid = Grid.from_plan(run.plan, rank=me.rank, connected=True, ranks_per_node=2)
-        data = open_corpus(corpus)
+        data = open_corpus(corpus, seq_len)
         trainer = Trainer.from_run(run, grid, device, data, local_ranks=2)
         counter = WorkCounter.from_run(run, data.train, itemsize=4)
         batches = {
@@ -175,20 +177,24 @@ def compare(
 
 def main(words: Sequence[str] | None = None) -> int:
     """Compare both settings and print the result."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = ScriptParser(
+        __doc__, smoke="--runs 1 --steps 1 --seq-len 128 --output {folder}/rows.json"
+    )
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--seq-len", type=int, default=SEQ_LEN, help="tokens of a sample")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args(words)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        corpus = write_corpus(folder, options.steps * 2 * MICRO_BATCHES * SEQ_LEN)
+        corpus = write_corpus(folder, options.steps * 2 * MICRO_BATCHES * options.seq_len)
         times = folder / "seconds.json"
-        task = partial(time_rank, corpus, times, options.steps, options.runs)
+        task = partial(time_rank, corpus, times, options.steps, options.runs, options.seq_len)
         if launch.launch_ranks(2, task, preload=[Trainer.__module__]):
             return 1
         efficiency = {
-            balance: count_efficiency(corpus, balance, options.steps) for balance in BALANCES
+            balance: count_efficiency(corpus, balance, options.steps, options.seq_len)
+            for balance in BALANCES
         }
         result = compare(json.loads(times.read_text()), efficiency)
     for balance in BALANCES:
@@ -203,7 +209,8 @@ def main(words: Sequence[str] | None = None) -> int:
     if options.output:
         options.output.write_text(json.dumps(result, indent=1) + "\n")
     is_long_tailed = result["efficiency"]["none"] <= EFFICIENCY
-    return int(not is_long_tailed or result["part_of_prediction"] < GAIN)
+    failed = not is_long_tailed or result["part_of_prediction"] < GAIN
+    return int(failed and not options.smoke)
 
 
 if __name__ == "__main__":

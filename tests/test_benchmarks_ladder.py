@@ -33,7 +33,10 @@ def test_the_claim_is_judged_by_means_and_errors(bench: ModuleType) -> None:
 
 
 def test_runs_differ_in_the_residual_only(bench: ModuleType) -> None:
-    serial, ladder, last = (bench.make_run(case, 1) for case in (*bench.CASES, bench.LAST_HALF))
+    serial, ladder, last = (
+        bench.make_run(case, 1, 250, bench.HeldOut(0.02, 4))
+        for case in (*bench.CASES, bench.LAST_HALF)
+    )
     assert serial.model.size == "tiny" and serial.train == ladder.train == last.train
     assert [run.model.residual for run in (serial, ladder, last)] == ["serial", "ladder", "ladder"]
     assert [last.model.is_ladder_layer(layer) for layer in range(4)] == [False, False, True, True]

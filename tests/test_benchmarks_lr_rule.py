@@ -44,6 +44,6 @@ def test_claims_are_judged_by_spreads(bench: ModuleType) -> None:
 
 
 def test_a_run_uses_the_rule(bench: ModuleType) -> None:
-    run = bench.make_run((64, 6), 2.0, 0)
+    run = bench.make_run((64, 6), 2.0, 0, bench.STEPS, 4)
     assert run.peak_lr == pytest.approx(2.0 / bench.rule_divisor((64, 6)))
     assert not [*run.find_problems()]

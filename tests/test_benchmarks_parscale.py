@@ -18,6 +18,6 @@ def test_a_difference_counts_above_its_standard_error() -> None:
     # The error of the difference is 0.05.
     assert bench.is_below((1.94, 0.03), (2.0, 0.04))
     assert not bench.is_below((1.96, 0.03), (2.0, 0.04))
-    run = bench.make_run(4, 7)
+    run = bench.make_run(4, 7, bench.STEPS, bench.HeldOut(0.02, 4))
     assert (run.model.size, run.model.streams, run.train.seed) == ("tiny", 4, 7)
-    assert bench.make_run(1, 7).model.streams == 1
+    assert bench.make_run(1, 7, bench.STEPS, bench.HeldOut(0.02, 4)).model.streams == 1
