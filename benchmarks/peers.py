@@ -136,7 +136,7 @@ def run_of(shape: Shape, batch: int, settings: Mapping[str, str], kind: str) -> 
     tables: dict[str, dict[str, Any]] = {
         "model": asdict(shape),
         "data": {"seq_len": shape.max_seq},
-        "plan": {"global_batch": batch},
+        "plan": {"global_batch": batch, "compile_errors": "raise"},
         "train": {"device": kind, "dtype": "bf16" if kind == "cuda" else "fp32"},
     }
     for name, text in settings.items():

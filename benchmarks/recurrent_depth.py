@@ -279,7 +279,7 @@ def measure_speed(
     torch.cuda.init()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
-    plan = Plan(recompute=job.recompute, compile="on")  # type: ignore[arg-type]
+    plan = Plan(recompute=job.recompute, compile="on", compile_errors="raise")  # type: ignore[arg-type]
     parallel_model = parallelize(
         model, Grid({}), plan, dtype=torch.bfloat16, device=device, seq_len=job.seq_len
     )

@@ -96,7 +96,11 @@ class Setup:
 
     def build_model(self) -> Decoder:
         """Returns our model with seeded random weights."""
-        plan = Plan(data=1, compile="on" if self.device.type == "cuda" else "off")
+        plan = Plan(
+            data=1,
+            compile="on" if self.device.type == "cuda" else "off",
+            compile_errors="raise",
+        )
         source = ShapeSource(Path(), "random", size=self.size, shape=self.config)
         return source.load(Grid({}), self.device, plan, self.dtype)
 

@@ -30,6 +30,8 @@ SETTLED = 3
 """Number of engines after which libraries have allocated their workspaces."""
 ROOM = 32 << 20
 """Bytes that the device may report in addition: kernels of later shapes are code on the device."""
+MAX_GRAPHS = 16
+"""Graphs of an engine at most: its sizes are dynamic, so that classes of steps share graphs."""
 BATCHES = (1, 2, 5, 16, 33, 64, 100, 256)
 
 
@@ -65,6 +67,7 @@ def answer(number: int) -> None:
     prompts = [tuple((7 * i + 3 * n) % shape["vocab"] for i in range(5 + n % 40)) for n in range(8)]
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     tokens = dict[str, list[int]]()
+    graphs_before = count_graphs()
     with open_engine(model, config, num_blocks=200) as engine:
         for i, prompt in enumerate(prompts):
             engine.add(Request(request_id=str(i), prompt_token_ids=prompt, params=params))
@@ -73,12 +76,20 @@ def answer(number: int) -> None:
                 assert not output.error, output.error
                 tokens.setdefault(output.request_id, []).extend(output.token_ids)
         assert engine.stats().compile_failure == ""
+    assert 0 < count_graphs() - graphs_before <= MAX_GRAPHS, (number, shape, max_batch, graphs)
     for i, prompt in enumerate(prompts):
         have = torch.tensor(tokens[str(i)])
         with torch.no_grad():
             logits = plain(torch.tensor([[*prompt, *tokens[str(i)][:-1]]]))[0, len(prompt) - 1 :]
         gap = logits.amax(1) - logits.gather(1, have[:, None])[:, 0]
         assert float(gap.max()) < 1e-3, (number, i, gap)
+
+
+def count_graphs() -> int:
+    """Returns the number of graphs that this process has compiled."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])
 
 
 def device_bytes() -> tuple[int, int, int]:
