@@ -226,7 +226,6 @@ class AttentionCore(nn.Module):
 
     def kv_cache_of(self, sequences: PagedSequences) -> KVCache:
         """Returns the cache that this iteration of a step reads and writes."""
-        assert self.kv_caches, "an engine sets the caches"
         return self.kv_caches[sequences.iteration % len(self.kv_caches)]
 
     def rotate(self, q: Tensor, k: Tensor, angles: Tensor | None) -> tuple[Tensor, Tensor]:
