@@ -74,8 +74,8 @@ def _make_dual_function(name: str, forward_op: Any, backward_op: Any) -> Any:
     Both take a tensor, the axis, and the same further arguments.
     """
 
-    # The arguments are one tuple: for a tensor without gradients, torch.compile in torch 2.11 leaves
-    # out ctx if as many values as parameters remain, which variadic parameters make possible.
+    # One tuple of arguments: for a tensor without gradients, torch.compile in torch 2.11 leaves out
+    # ctx if as many values as parameters remain, which can be the case with variadic parameters.
     def forward(ctx: Any, x: Tensor, axis: Axis, arguments: tuple[Any, ...]) -> Tensor:
         ctx.axis = axis
         ctx.arguments = arguments
