@@ -93,6 +93,6 @@ status=0
 "$python" -m pytest --full -m compiled --junitxml "$results" "$@" "${modules[@]}" || status=$?
 printf 'Tests of compiled code: %d s\n' $((SECONDS - start))
 if $record; then
-    "$python" scripts/torch_record.py "$results" $((SECONDS - start))
+    "$python" scripts/torch_record.py "$results" $((SECONDS - start)) "$@"
 fi
 exit $status

@@ -2,7 +2,7 @@
 
 `scripts/other_torch.sh --record VERSION` calls it with the interpreter that ran the tests:
 
-    python scripts/torch_record.py RESULTS.xml SECONDS
+    python scripts/torch_record.py RESULTS.xml SECONDS [PYTEST OPTION ...]
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import csv
 import platform
+import shlex
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -27,6 +28,7 @@ COLUMNS = (
     "failed",
     "skipped",
     "seconds",
+    "selection",
     "sources",
 )
 
@@ -43,8 +45,11 @@ def count_results(report: Path) -> dict[str, int]:
     return {"passed": tests - failed - skipped, "failed": failed, "skipped": skipped}
 
 
-def append_row(record: Path, results: dict[str, int], seconds: int) -> None:
-    """Appends a row; `sources` has the git hashes of the folders and files of src/ranvier."""
+def append_row(record: Path, results: dict[str, int], seconds: int, selection: str) -> None:
+    """Appends a row; `sources` has the git hashes of the folders and files of src/ranvier.
+
+    selection: options of pytest that chose the tests; empty for all tests of compiled code.
+    """
     row = {
         "date": datetime.now(UTC).date().isoformat(),
         "torch": metadata.version("torch"),
@@ -52,6 +57,7 @@ def append_row(record: Path, results: dict[str, int], seconds: int) -> None:
         "python": platform.python_version(),
         **results,
         "seconds": seconds,
+        "selection": selection,
         "sources": " ".join(f"{name}:{digest}" for name, digest in source_hashes(SOURCE).items()),
     }
     is_new = not record.exists()
@@ -66,8 +72,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("results", type=Path, help="JUnit report of the tests")
     parser.add_argument("seconds", type=int, help="time of the tests")
-    arguments = parser.parse_args()
-    append_row(RECORD, count_results(arguments.results), arguments.seconds)
+    arguments, options = parser.parse_known_args()
+    selection = shlex.join(options)
+    append_row(RECORD, count_results(arguments.results), arguments.seconds, selection)
 
 
 if __name__ == "__main__":

@@ -74,11 +74,12 @@ def test_requirements_of_a_run_have_no_upper_bounds() -> None:
 
 def test_the_newest_tested_versions_are_those_of_the_record() -> None:
     with torch_record.RECORD.open(newline="") as file:
-        passed = [row for row in csv.DictReader(file) if row["failed"] == "0"]
+        rows = [*csv.DictReader(file)]
+    # The suite has the constraints; a selection of the tests is not enough for a newer version.
+    passed = [row for row in rows if row["failed"] == "0" and not row["selection"]]
     for package, newest in NEWEST_TESTED.items():
         versions = [row[package].partition("+")[0] for row in passed]
-        assert newest == max(versions, key=version_numbers)
-        assert version_numbers(constraints()[package]) <= version_numbers(newest)
+        assert newest == max([constraints()[package], *versions], key=version_numbers)
 
 
 def test_a_newer_version_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +141,7 @@ def test_a_row_of_the_record(tmp_path: Path) -> None:
     results = torch_record.count_results(report)
     assert results == {"passed": 5, "failed": 3, "skipped": 1}
     for seconds in (1, 2):
-        torch_record.append_row(record, results, seconds)
+        torch_record.append_row(record, results, seconds, "-k llama")
     with record.open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["seconds"] for row in rows] == ["1", "2"]

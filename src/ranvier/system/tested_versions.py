@@ -1,8 +1,9 @@
 """The newest versions of packages that Ranvier is tested with, and a warning beyond them.
 
 Newer versions are not refused, as most of them work: `pyproject.toml` has no upper bounds. The
-versions are those of the last rows in `benchmarks/data/torch_versions.csv`, which
-`scripts/other_torch.sh newest` writes; a test compares them.
+versions are those of `constraints.txt`, or newer ones with which all tests of compiled code passed
+(`scripts/other_torch.sh --record newest`, `benchmarks/data/torch_versions.csv`); a test compares
+them.
 """
 
 from __future__ import annotations
