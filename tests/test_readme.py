@@ -18,8 +18,8 @@ README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8"
 
 def test_the_two_commands_come_first() -> None:
     first, second, *_ = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
-    assert first == "pip install -e . && ranvier train\n"
-    assert second == "pip install -e '.[test]' && pytest\n"
+    assert first == "pip install -c constraints.txt -e . && ranvier train\n"
+    assert second == "pip install -c constraints.txt -e '.[test]' && pytest\n"
     assert (
         README.index(first) < README.index(second) < README.index("Ranvier is a PyTorch framework")
     )

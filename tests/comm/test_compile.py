@@ -24,6 +24,7 @@ from ranvier.models.decoder import Decoder, DecoderConfig
 from ranvier.parallel.parallelize import parallelize
 from ranvier.trace import communication_events, diff_events
 
+pytestmark = pytest.mark.compiled
 SEND = [[1, 2], [3, 0]]
 """Rows of a ragged exchange."""
 LAST = [0, 3]

@@ -238,6 +238,7 @@ def test_the_peak_falls() -> None:
     assert peaks[1] > 1.2 * peaks[3] > 1.4 * peaks[5]
 
 
+@pytest.mark.compiled
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["none", "selective", "full"])
 def test_what_graphs_keep_goes_as_well(kind: str) -> None:

@@ -142,6 +142,7 @@ def test_documents_of_no_tokens_change_nothing() -> None:
         assert torch.equal(a, b)
 
 
+@pytest.mark.compiled
 def test_one_graph_attends_inside_any_documents() -> None:
     """Forward and backward; the number of documents is no part of the graph."""
     from torch._dynamo.backends.debugging import aot_eager

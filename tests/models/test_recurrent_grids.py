@@ -268,6 +268,7 @@ def compiled_differences(grid: Grid) -> list[str]:
     return lines
 
 
+@pytest.mark.compiled
 @pytest.mark.full
 def test_one_compiled_iteration(pool: Pool) -> None:
     found = pool.on_grid({"row": 2}, compiled_differences)

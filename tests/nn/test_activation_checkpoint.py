@@ -86,6 +86,7 @@ def test_kinds_are_those_of_each_block() -> None:
     assert want[2].products < counted.products < passed(decoder("full"))[2].products
 
 
+@pytest.mark.compiled
 @pytest.mark.full
 @pytest.mark.parametrize(
     "kind",

@@ -37,6 +37,7 @@ from ranvier.sharding import ShardedStateDict
 from ranvier.trace import Event, communication_events, diff_events
 from ranvier.train.step import forward_backward
 
+pytestmark = pytest.mark.compiled
 ONE_PASS, STEPS = 1e-12, 1e-9
 """Relative to the tensor's largest magnitude."""
 LAYERS = 3

@@ -208,7 +208,13 @@ def spread(pool: Pool, degrees: dict[str, int], *arguments: Any) -> tuple[float,
         ("rowwise", "features", "fp8", UNDERFLOW),
         ("tensorwise", "features", "endless", ONE_PASS),
         ("rowwise", "samples", "endless", ONE_PASS),
-        pytest.param("tensorwise", "samples", "compiled", UNDERFLOW, marks=pytest.mark.full),
+        pytest.param(
+            "tensorwise",
+            "samples",
+            "compiled",
+            UNDERFLOW,
+            marks=[pytest.mark.compiled, pytest.mark.full],
+        ),
     ],
 )
 def test_a_grid_equals_one_process(

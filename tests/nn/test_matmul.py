@@ -24,6 +24,7 @@ def apply(products: PlainMatmul, product: str, a: Tensor, b: Tensor) -> Tensor:
     return method(a, b)
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("product", FORMS)
 def test_products_are_those_of_a_linear_layer(product: str) -> None:
     a, b = operands(product)

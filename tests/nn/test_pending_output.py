@@ -199,6 +199,7 @@ def compiled_differences(grid: Grid, case: Case) -> list[str]:
     return lines
 
 
+@pytest.mark.compiled
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("degrees", "case"),

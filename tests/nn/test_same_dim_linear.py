@@ -138,6 +138,7 @@ def compiled_differences(grid: Grid, inner: str) -> list[str]:
     return lines
 
 
+@pytest.mark.compiled
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("degrees", "inner"),

@@ -256,6 +256,7 @@ def compiled(grid: Grid) -> list[str]:
     return lines
 
 
+@pytest.mark.compiled
 @pytest.mark.full
 def test_compiled_blocks_run_in_stages(pool: Pool) -> None:
     assert pool.on_grid({"pipe": 2}, compiled) == [[], []]

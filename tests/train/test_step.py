@@ -48,6 +48,7 @@ class Louder(Decoder):
         return out
 
 
+@pytest.mark.compiled
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("kind", "compiled"),
@@ -71,6 +72,7 @@ def test_gradients_are_those_of_the_plain_model(kind: type[Decoder], compiled: s
         torch.testing.assert_close(grad, want.flatten(), rtol=1e-11, atol=1e-14)
 
 
+@pytest.mark.compiled
 @pytest.mark.full
 def test_a_hook_on_a_block_sees_a_tensor() -> None:
     model = compile_with(parallelize(Decoder(CONFIG), Grid({}), Plan(compile="on")), "aot_eager")
@@ -91,6 +93,7 @@ def test_a_loss_has_one_backward() -> None:
         loss.backward()
 
 
+@pytest.mark.compiled
 @pytest.mark.full
 def test_documents_as_numbers_are_compiled_too() -> None:
     ids = (torch.arange(8) // 3).expand(2, -1)
@@ -103,6 +106,7 @@ def test_documents_as_numbers_are_compiled_too() -> None:
     assert losses[0] == pytest.approx(losses[1], abs=1e-12)
 
 
+@pytest.mark.compiled
 @pytest.mark.full
 def test_many_shapes_run_without_a_graph_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ranvier.nn.compile.MAX_MODEL_GRAPHS", 3)

@@ -35,6 +35,7 @@ from urllib.parse import unquote
 from ranvier import launch
 from ranvier.errors import CommunicationError, PlanError
 from ranvier.system.terminal import print
+from ranvier.system.tested_versions import describe_untested, version_numbers
 
 if TYPE_CHECKING:
     from ranvier.comm.algorithms.schedule import AxisShape
@@ -165,12 +166,13 @@ def examine_torch() -> list[Finding]:
         what = f"cannot be imported: {type(error).__name__}: {error}"
         return [Finding("torch", "torch", what, "missing", remedy, is_essential=True)]
     version = str(module.__version__)
-    fits = meets_version(version, wanted)
-    found = [
-        Finding("torch", "torch", f"{version} ({wanted or 'any'})")
-        if fits
-        else Finding("torch", "torch", f"{version}, not {wanted}", "note", remedy)
-    ]
+    if not meets_version(version, wanted):
+        first = Finding("torch", "torch", f"{version}, not {wanted}", "note", remedy)
+    elif untested := describe_untested("torch", version):
+        first = Finding("torch", "torch", f"{version} ({wanted or 'any'})", "note", untested)
+    else:
+        first = Finding("torch", "torch", f"{version} ({wanted or 'any'})")
+    found = [first]
     cuda = module.version.cuda
     hip = module.version.hip
     if cuda:
@@ -588,10 +590,12 @@ def examine_packages() -> list[Finding]:
             essential = not extra
             found.append(Finding("packages", label, what, "missing", remedy, essential))
             continue
-        if meets_version(version, spec):
-            found.append(Finding("packages", label, version))
-        else:
+        if not meets_version(version, spec):
             found.append(Finding("packages", label, f"{version}, not {spec}", "note", remedy))
+        elif untested := describe_untested(name, version):
+            found.append(Finding("packages", label, version, "note", untested))
+        else:
+            found.append(Finding("packages", label, version))
     return found
 
 
@@ -645,11 +649,11 @@ def install_command(extra: str) -> str:
 
 
 def meets_version(version: str, specifiers: str) -> bool:
-    """Returns whether a version satisfies specifiers such as `>=2.11,<2.14`; unparsable ones
+    """Returns whether a version satisfies specifiers such as `>=2.11,<3`; unparsable ones
     pass."""
-    own = _version_numbers(version)
+    own = version_numbers(version)
     for operator, text in re.findall(r"(===?|~=|!=|>=|<=|>|<)\s*([\w.+*-]+)", specifiers):
-        bound = _version_numbers(text)
+        bound = version_numbers(text)
         # Prefix match: only the first numbers are compared.
         if operator == "~=" or text.endswith(".*"):
             if operator == "~=":
@@ -739,14 +743,6 @@ def _format_bytes(number: float) -> str:
     if number >= 2**30:
         return f"{number / 2**30:.1f} GiB"
     return f"{number / 2**20:.0f} MiB"
-
-
-def _version_numbers(version: str) -> tuple[int, ...]:
-    """Returns the leading numbers of a version."""
-    match = re.match(r"\d+(\.\d+)*", version)
-    if match:
-        return tuple(map(int, match[0].split(".")))
-    return ()
 
 
 def _read_kernel_file(path: Path) -> str:

@@ -74,7 +74,9 @@ def _make_dual_function(name: str, forward_op: Any, backward_op: Any) -> Any:
     Both take a tensor, the axis, and the same further arguments.
     """
 
-    def forward(ctx: Any, x: Tensor, axis: Axis, *arguments: Any) -> Tensor:
+    # One tuple of arguments: for a tensor without gradients, torch.compile in torch 2.11 leaves out
+    # ctx if as many values as parameters remain, which can be the case with variadic parameters.
+    def forward(ctx: Any, x: Tensor, axis: Axis, arguments: tuple[Any, ...]) -> Tensor:
         ctx.axis = axis
         ctx.arguments = arguments
         # Backward is recorded in the scope of its forward; a compiled graph has no scope.
@@ -87,11 +89,10 @@ def _make_dual_function(name: str, forward_op: Any, backward_op: Any) -> Any:
 
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         # Neither the axis nor the arguments have a gradient.
-        others = (None,) * (1 + len(ctx.arguments))
         if torch.compiler.is_compiling():
-            return backward_op(grad, ctx.axis, *ctx.arguments), *others
+            return backward_op(grad, ctx.axis, *ctx.arguments), None, None
         with ctx.axis.trace.named_scope(ctx.where):
-            return backward_op(grad, ctx.axis, *ctx.arguments), *others
+            return backward_op(grad, ctx.axis, *ctx.arguments), None, None
 
     members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     return type(name, (torch.autograd.Function,), members)
@@ -172,5 +173,5 @@ def all_to_all(
 
 
 def _apply_function(function: Any, x: Tensor, axis: Axis, *arguments: Any) -> Tensor:
-    result: Tensor = function.apply(x, axis, *arguments)
+    result: Tensor = function.apply(x, axis, arguments)
     return result

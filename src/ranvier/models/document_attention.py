@@ -9,7 +9,7 @@ either. Plain PyTorch; imports only torch.
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Protocol
 
@@ -74,6 +74,10 @@ class Documents:
         """
         # Clamping makes documents outside of the range empty.
         return Documents((), (self.cu_seqlens - start).clamp(0, tokens), self.max_seqlen_tensor)
+
+    def without_lengths(self) -> Documents:
+        """Returns the same documents without their lengths, on which no graph depends."""
+        return replace(self, lengths=())
 
     def repeat_samples(self, count: int) -> Documents:
         """Returns the documents of `count` consecutive copies of each sample."""

@@ -268,6 +268,9 @@ def _context_layers(block: torch.nn.Module) -> dict[str, AttentionCore]:
 
 def _as_graph_input(arg: Any, block: str, layers: dict[str, AttentionCore]) -> Any:
     """Returns an argument of a block as its graph needs it."""
+    if hasattr(arg, "without_lengths"):
+        # torch 2.11 guards all fields of an argument of a recomputed block.
+        return arg.without_lengths()
     if isinstance(arg, ContextDocuments) and layers:
         return BlockAttention.of_block(arg, block, layers)
     return arg

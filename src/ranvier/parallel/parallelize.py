@@ -64,6 +64,7 @@ from ranvier.pipeline.partition import TYPICAL_SEQ_LEN, OtherStageLayer, Pipelin
 from ranvier.pipeline.pipeline import Pipeline
 from ranvier.pipeline.stage import build_stage, create_stage_groups
 from ranvier.sharding import Dim, ShardingTable
+from ranvier.system.tested_versions import warn_if_untested
 
 PARALLEL_LAYERS: dict[type[nn.Module], Callable[..., ParallelLayer]] = {
     nn.Linear: Linear,
@@ -165,6 +166,8 @@ def parallelize(
     plan = _resolve_plan(plan, grid)
     _refuse_bad_arguments(model, plan)
     pipeline = PipelineConfig.from_plan(plan, seq_len=seq_len)
+    if grid.rank == 0:
+        warn_if_untested()
     # Groups that span stages are created first; later each stage creates the groups of its layers.
     create_stage_groups(grid, pipeline)
     dtype = _resolve_dtype(model, dtype)

@@ -264,6 +264,7 @@ def test_it_keeps_the_arguments_of_the_activation_only() -> None:
     assert sum(n for where, n in seen.items() if where not in known) == 2 * T * K * FF
 
 
+@pytest.mark.compiled
 def test_a_compiled_mixture_is_one_graph() -> None:
     order_of = chosen(drop=True)
 

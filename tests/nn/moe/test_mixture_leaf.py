@@ -78,6 +78,7 @@ def same(found: Found, capacity: float) -> None:
         assert torch.allclose(found[name].flatten(), value.flatten(), atol=1e-12, rtol=1e-10), name
 
 
+@pytest.mark.compiled
 @pytest.mark.sample(1)
 @pytest.mark.filterwarnings("default")  # compilers give some
 @pytest.mark.parametrize(

@@ -216,6 +216,7 @@ def compiled(grid: Grid, recompute: Any) -> list[str]:
     return lines
 
 
+@pytest.mark.compiled
 @pytest.mark.full
 @pytest.mark.filterwarnings("default")  # compilers give some
 @pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=pytest.mark.full)])

@@ -1,0 +1,66 @@
+"""The git hashes of the folders of src/ranvier and of the files directly in it.
+
+They are computed from the files, so that a copy without .git has them too, and are those of `git
+rev-parse COMMIT:src/ranvier/NAME` if the files are those of the commit:
+
+    blob   sha1("blob SIZE\\0" + content)
+    tree   sha1("tree SIZE\\0" + for each entry "MODE NAME\\0" + its hash)
+
+`python scripts/source_hashes.py` prints them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from pathlib import Path
+
+SOURCE = Path(__file__).resolve().parents[1] / "src" / "ranvier"
+FILE_MODE = b"100644"
+EXECUTABLE_MODE = b"100755"
+LINK_MODE = b"120000"
+TREE_MODE = b"40000"
+
+
+def source_hashes(folder: Path) -> dict[str, str]:
+    """Returns the git hash, 40 hex digits, of each folder of and file in a folder, by name.
+
+    Ignored are `__pycache__`, compiled Python files and folders without any other file.
+    """
+    return {name.decode(): digest.hex() for name, _, digest in _entries(folder)}
+
+
+def _entries(folder: Path) -> list[tuple[bytes, bytes, bytes]]:
+    """Returns name, mode and hash of each entry, in the order of git."""
+    entries = []
+    for path in folder.iterdir():
+        if path.name == "__pycache__" or path.suffix == ".pyc":
+            continue
+        name = os.fsencode(path.name)
+        if path.is_symlink():
+            entries.append((name, LINK_MODE, _digest(b"blob", os.fsencode(path.readlink()))))
+        elif path.is_dir():
+            inner = _entries(path)
+            # Git has no empty folders.
+            if inner:
+                content = b"".join(
+                    mode + b" " + inner_name + b"\0" + digest for inner_name, mode, digest in inner
+                )
+                entries.append((name, TREE_MODE, _digest(b"tree", content)))
+        else:
+            is_executable = path.stat().st_mode & stat.S_IXUSR
+            mode = EXECUTABLE_MODE if is_executable else FILE_MODE
+            entries.append((name, mode, _digest(b"blob", path.read_bytes())))
+    # Git sorts a folder as if its name ended with a slash.
+    return sorted(entries, key=lambda entry: entry[0] + b"/" * (entry[1] == TREE_MODE))
+
+
+def _digest(kind: bytes, content: bytes) -> bytes:
+    header = kind + b" " + str(len(content)).encode() + b"\0"
+    return hashlib.sha1(header + content, usedforsecurity=False).digest()
+
+
+if __name__ == "__main__":
+    for name, digest in source_hashes(SOURCE).items():
+        print(digest, name)
