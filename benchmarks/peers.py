@@ -284,6 +284,12 @@ def same_name(name: str) -> Location:
     return Location(name)
 
 
+def decoder_location(shape: DecoderConfig, name: str) -> Location:
+    """Returns where our plain decoder has a tensor."""
+    piece = TwinWeights(shape, torch.device("cpu")).pieces[name]
+    return Location(piece.parameter, piece.select)
+
+
 @dataclass
 class Peer:
     """A model of another library with fp32 weights, and torch's fused AdamW."""

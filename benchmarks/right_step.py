@@ -148,7 +148,27 @@ class TwinWeights(Mapping[str, Tensor]):
             # The output of a layer is as large as its input, so that every part of a model of any
             # width matters to the loss.
             x = x * shape[-1] ** -0.5
+        if self.config.experts:
+            self._separate_experts(name, x, generator)
         return x.bfloat16().float()
+
+    def _separate_experts(self, name: str, x: Tensor, generator: torch.Generator) -> None:
+        """Gives the E experts of a token E evenly spaced logits, in a random order.
+
+        A rounding error would otherwise send some tokens to another expert, whose gradient then
+        differs by more than its limit in a right step too. The first E features of the embedding
+        are the levels; no layer writes to them, and router e reads feature e.
+        """
+        count = self.config.experts
+        if "embed_tokens" in name:
+            order = torch.rand((len(x), count), device=x.device, generator=generator).argsort(1)
+            x[:, :count] = 3.0 * order / (count - 1) - 1.5
+        elif "layernorm" in name:
+            x[:count] = 1.0
+        elif "o_proj" in name or "down_proj" in name:
+            x[:count] = 0.0
+        elif name.endswith("mlp.gate.weight"):
+            x.zero_().fill_diagonal_(1.0)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.pieces)
