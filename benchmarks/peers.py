@@ -129,7 +129,11 @@ class Task:
     def reference(self, lora: AdapterConfig | None = None) -> Reference:
         """Returns the plain twin of the task."""
         weights = TwinWeights(self.shape, self.device, lora or AdapterConfig())
-        return Reference(weights, *self.pairs[0])
+        return Reference(weights, self.load_batch(0))
+
+    def load_batch(self, i: int) -> Batch:
+        """Returns batch number i."""
+        return Batch(*self.pairs[i])
 
     @property
     def cuda(self) -> bool:
@@ -193,20 +197,24 @@ class Ours:
     """Ranvier, built by its trainer."""
 
     def __init__(self, task: Task, settings: Mapping[str, str]) -> None:
-        run = run_of(task.shape, task.batch, settings, task.device.type)
+        run = self.build_run(task, settings)
         nothing: Any = None  # steps are given their batches
         run = resolve_run(run, ResolveContext(world_size=1, device=task.device))
         self.trainer = Trainer.from_run(run, Grid({}), task.device, nothing)
         micro = self.trainer.run.plan.micro_batch  # a fit may have chosen it
         self.batches = [
-            Batch(tokens, targets).split_micro_batches(self.trainer.grid, micro)
-            for tokens, targets in task.pairs
+            task.load_batch(i).split_micro_batches(self.trainer.grid, micro)
+            for i in range(len(task.pairs))
         ]
         self.parameters = sum(param.numel() for param in self.trainer.state.model.parameters())
         self.loss: Tensor | None = None
         self.lr = task.lr
         self.on_gradients: Callable[[NamedTensors], None] | None = None
         self.rule = rule_of_run(self.trainer.run, task.lr)
+
+    def build_run(self, task: Task, settings: Mapping[str, str]) -> RunConfig:
+        """Returns the run of a task."""
+        return run_of(task.shape, task.batch, settings, task.device.type)
 
     def load_weights(self, weights: TwinWeights) -> None:
         """Loads the weights of the twin, and shows gradients under its names from now on."""
@@ -299,6 +307,8 @@ class Peer:
     """Returns the loss of tokens and targets."""
     task: Task
     locate: Locations = same_name
+    fused: bool = True
+    """Whether torch's AdamW is its fused one."""
     undo: Callable[[], None] = lambda: None
     loss: Tensor | None = None
     parameters: int = field(init=False)
@@ -315,7 +325,7 @@ class Peer:
             betas=self.rule.betas,
             eps=self.rule.eps,
             weight_decay=self.rule.weight_decay,
-            fused=True,
+            fused=self.fused or None,
         )
 
     def load_weights(self, weights: TwinWeights) -> None:
@@ -330,7 +340,7 @@ class Peer:
         if self.on_gradients is not None:
             self.on_gradients(model_gradients(self.model, self.weights, self.locate))
         if self.task.clip:
-            nn.utils.clip_grad_norm_(self.model.parameters(), 1.0, foreach=True)
+            nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.loss = loss.detach()

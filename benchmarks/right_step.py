@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ranvier.data.batch import Batch
 from ranvier.models import DecoderConfig
 from ranvier.models.config import AdapterConfig
 from ranvier.models.hf.family import parameter_shapes
@@ -295,13 +296,11 @@ class Twin:
     def __init__(
         self,
         weights: TwinWeights,
-        tokens: Tensor,
-        targets: Tensor,
+        batch: Batch,
         convert: Callable[[nn.Module], None] | None = None,
     ) -> None:
         self.weights = weights
-        self.tokens = tokens
-        self.targets = targets
+        self.batch = batch
         with torch.device(weights.device):
             self.model: nn.Module = build_decoder(weights.config, weights.lora)
         self.parameters = dict(self.model.named_parameters())
@@ -329,7 +328,7 @@ class Twin:
         with full_precision():
             for i, loss in enumerate(self._sample_tensors()):
                 handles = []
-                if i == len(self.tokens) - 1:
+                if i == len(self.batch.tokens) - 1:
                     handles = [
                         parameter.register_post_accumulate_grad_hook(partial(use_and_free, name))
                         for name, parameter in self.parameters.items()
@@ -342,9 +341,9 @@ class Twin:
         return total
 
     def _sample_tensors(self) -> Iterator[Tensor]:
-        count = self.targets.numel()
-        for sample, target in zip(self.tokens.split(1), self.targets.split(1), strict=True):
-            yield self.model(sample, target) / count
+        count = self.batch.count_targets()
+        for i in range(len(self.batch.tokens)):
+            yield self.model(**self.batch.select(slice(i, i + 1)).model_inputs()) / count
 
     def _sample_losses(self) -> Iterator[float]:
         return (loss.item() for loss in self._sample_tensors())
@@ -413,8 +412,7 @@ class Reference:
     """The twin of a shape and a batch; its records by what was asked for."""
 
     weights: TwinWeights
-    tokens: Tensor
-    targets: Tensor
+    batch: Batch
     records: dict[tuple[UpdateRule, bool], StepRecord] = field(default_factory=dict)
 
     def record(self, rule: UpdateRule, *, float8: bool = False) -> StepRecord:
@@ -422,10 +420,10 @@ class Reference:
         key = (rule, float8)
         if key not in self.records:
             convert = round_to_float8 if float8 else None
-            twin = Twin(self.weights, self.tokens, self.targets, convert)
+            twin = Twin(self.weights, self.batch, convert)
             self.records[key] = twin.record(rule)
             del twin
-            if self.tokens.is_cuda:
+            if self.weights.device.type == "cuda":
                 torch.cuda.empty_cache()
         return self.records[key]
 
