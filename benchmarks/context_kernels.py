@@ -2,13 +2,15 @@
 
     python benchmarks/context_kernels.py                     131,072 tokens, 8 ranks, bf16
     python benchmarks/context_kernels.py --output FILE.json  all numbers
+    python benchmarks/context_kernels.py --smoke             errors of small shapes on a CPU
 
 All keys are in place: what is timed is compute, merges and sums, not communication. The time of a
 method is that of its slowest rank, times the number of ranks; it is compared with the same kernel
 on one device, with the fastest kernel on one device, and with the calls that torch's context
 parallelism makes for its slowest rank: a ring of head-tail balanced blocks (with each kernel of
 SDPA), and FlexAttention to gathered keys. Errors are those of the output and of gradients against
-float64, relative to those of one device. Exit status 1 if a limit does not hold.
+float64, relative to those of one device; a ratio of times is printed only for methods whose errors
+hold. Exit status 1 if a limit does not hold.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -196,3 +196,62 @@ def test_a_ratio_needs_checks() -> None:
     assert checked_ratio(1.25, [right, right]) == "1.250x"
     assert checked_ratio(1.25, [right, wrong]) == "peer is wrong"
     assert checked_ratio(1.25, [right, None]) == "not checked"
+
+
+def test_a_wrong_token_is_seen(task: Any) -> None:
+    from right_tokens import check_tokens
+
+    torch.manual_seed(0)
+    model = Decoder(task.shape).eval()
+
+    @torch.no_grad()
+    def logits_of(tokens: Sequence[int]) -> Tensor:
+        logits: Tensor = model(torch.tensor([tokens]))[0]
+        return logits
+
+    prompts = [[1 + i, 7, 9 + i] for i in range(8)]
+    answers: list[list[int]] = [[] for _ in prompts]
+    for prompt, answer in zip(prompts, answers, strict=True):
+        for _ in range(4):
+            answer.append(int(logits_of([*prompt, *answer])[-1].argmax()))
+    check = partial(check_tokens, "engine", prompts, logits_of=logits_of)
+    assert check(answers, dtype=torch.float32).passed
+
+    right = answers[3][2]
+    second = int(logits_of([*prompts[3], *answers[3][:2]])[-1].topk(2).indices[1])
+    answers[3][2] = second
+    wrong = check(answers, dtype=torch.float32)
+    assert f"token 2 of prompt 3 is {second} instead of {right}" in wrong.problems[0]
+    assert not check(answers[:-1], dtype=torch.float32).passed
+
+    # Two logits closer than the rounding of the dtype are alike.
+    def close_logits(tokens: Sequence[int]) -> Tensor:
+        logits = torch.zeros(len(tokens), 8)
+        logits[:, 2], logits[:, 5] = 4.0, 3.99
+        return logits
+
+    for token, dtype, passes in (
+        (5, torch.bfloat16, True),
+        (5, torch.float32, False),
+        (4, torch.bfloat16, False),
+    ):
+        close = check_tokens("engine", [[1]], [[token]], close_logits, dtype)
+        assert close.passed is passes, (token, dtype, close)
+
+
+def test_a_kernel_that_is_off_by_one_is_seen() -> None:
+    from right_tokens import check_outputs
+
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 24, 8, dtype=torch.float64) for _ in range(3))
+    twin = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    right = nn.functional.scaled_dot_product_attention(
+        *(x.float() for x in (q, k, v)), is_causal=True
+    )
+    assert check_outputs("kernel", right, twin, 1e-5).passed
+    # Each query also sees the key after its own.
+    mask = torch.ones(24, 24, dtype=torch.bool).tril(1)
+    wrong = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    assert not check_outputs("kernel", wrong, twin, 1e-2).passed
+    assert not check_outputs("kernel", right[:, :, 1:], twin, 1e-2).passed
+    assert not check_outputs("kernel", right * torch.nan, twin, 1e-2).passed
