@@ -16,7 +16,7 @@ request are compared with ours.
 
     python benchmarks/serving_cpu.py --output serving_cpu.json
     python benchmarks/serving_cpu.py --vllm vllm-env/bin/python
-    python benchmarks/serving_cpu.py --requests 8 --repeats 1 --size toy
+    python benchmarks/serving_cpu.py --smoke
 """
 
 from __future__ import annotations
