@@ -2,13 +2,16 @@
 
     python benchmarks/context_kernels.py                     131,072 tokens, 8 ranks, bf16
     python benchmarks/context_kernels.py --output FILE.json  all numbers
+    python benchmarks/context_kernels.py --smoke             errors of small shapes on a CPU
 
 All keys are in place: what is timed is compute, merges and sums, not communication. The time of a
 method is that of its slowest rank, times the number of ranks; it is compared with the same kernel
 on one device, with the fastest kernel on one device, and with the calls that torch's context
 parallelism makes for its slowest rank: a ring of head-tail balanced blocks (with each kernel of
 SDPA), and FlexAttention to gathered keys. Errors are those of the output and of gradients against
-float64, relative to those of one device. Exit status 1 if a limit does not hold.
+float64, relative to those of one device. Before that, outputs and gradients of all, at fewer
+tokens, are compared with plain attention in float64 (`right_tokens.check_outputs`); there is no
+ratio with one that differs. Exit status 1 if a limit does not hold.
 """
 
 from __future__ import annotations
@@ -20,12 +23,15 @@ import statistics
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from right_step import Check, checked_ratio
+from right_tokens import check_outputs
 from torch import Tensor
 
 from ranvier.cost.context_attention import build_layout
@@ -49,12 +55,13 @@ class Shape:
     kv_heads: int
     head_dim: int
     ranks: int
+    device: str = "cuda"
 
     def random(self, rows: int, heads: int, seed: int = 0) -> Tensor:
         """Returns random numbers `[rows, heads, head_dim]` in bf16."""
-        generator = torch.Generator("cuda").manual_seed(seed)
+        generator = torch.Generator(self.device).manual_seed(seed)
         size = (rows, heads, self.head_dim)
-        return torch.randn(size, device="cuda", generator=generator).bfloat16()
+        return torch.randn(size, device=self.device, generator=generator).bfloat16()
 
     def inputs(self) -> list[Tensor]:
         """Returns q, k, v and dy of all tokens."""
@@ -170,7 +177,7 @@ def time_ranks(shape: Shape, order: TokenOrder, method: Any, ranks: Sequence[int
     for rank in ranks:
         layout = build_layout(method, (order,), rank)
         attention = build_context_attention(layout, SegmentAttention)
-        rows = torch.from_numpy(order.token_numbers[rank]).cuda()
+        rows = torch.from_numpy(order.token_numbers[rank]).to(shape.device)
         mine = [x.index_select(0, rows).unsqueeze(0) for x in (q, k, v)]
         grad = dy.index_select(0, rows).unsqueeze(0)
         exchange = KeysInPlace(size=shape.ranks)
@@ -192,7 +199,7 @@ def run_ranks(shape: Shape, order: TokenOrder, method: Any) -> list[Tensor]:
     ranks = Ranks(shape.ranks)
     inputs = shape.inputs()
     heads = (shape.heads, shape.heads, shape.kv_heads, shape.kv_heads)
-    results = [torch.empty(shape.seq, n, shape.head_dim, device="cuda") for n in heads]
+    results = [torch.empty(shape.seq, n, shape.head_dim, device=shape.device) for n in heads]
     failed: list[BaseException] = []
 
     def work(rank: int) -> None:
@@ -200,7 +207,7 @@ def run_ranks(shape: Shape, order: TokenOrder, method: Any) -> list[Tensor]:
             attention = build_context_attention(
                 build_layout(method, (order,), rank), SegmentAttention
             )
-            rows = torch.from_numpy(order.token_numbers[rank]).cuda()
+            rows = torch.from_numpy(order.token_numbers[rank]).to(shape.device)
             q, k, v, dy = (x.index_select(0, rows).unsqueeze(0) for x in inputs)
             leaves = [x.detach().requires_grad_() for x in (q, k, v)]
             o = attention.attend(*leaves, ThreadExchange(ranks, rank))
@@ -289,11 +296,29 @@ def call_sdpa_backward(
 # ---- torch's context parallelism -----------------------------------------------------------------
 
 
-def peer_ring(shape: Shape, kernel: str, rank: int) -> Callable[[], None]:
-    """Calls of a rank of torch's ring with head-tail balanced blocks; merges and sums in fp32."""
+def head_tail_rows(shape: Shape, rank: int) -> Tensor:
+    """Returns the tokens of a rank: one block of the first half, and its mirror of the second."""
+    blocks = torch.arange(shape.seq, device=shape.device).chunk(2 * shape.ranks)
+    return torch.cat([blocks[rank], blocks[-1 - rank]])
+
+
+def peer_ring(
+    shape: Shape, kernel: str, rank: int, inputs: Sequence[Tensor] = ()
+) -> Callable[[], list[Tensor]]:
+    """Calls of a rank of torch's ring with head-tail balanced blocks; merges and sums in fp32.
+
+    Returns the output and the gradient of the queries. inputs: q, k, v and dy of all tokens; by
+    default random ones, with the same keys in each step.
+    """
     rows = shape.seq // shape.ranks
-    q, dy = (heads_first(shape.random(rows, shape.heads, seed)) for seed in (0, 1))
-    k, v = (heads_first(shape.random(rows, shape.kv_heads, seed)) for seed in (2, 3))
+    if inputs:
+        order = [head_tail_rows(shape, (rank - step) % shape.ranks) for step in range(shape.ranks)]
+        q, dy = (heads_first(inputs[number][order[0]]) for number in (0, 3))
+        blocks = [[heads_first(x[tokens]) for x in inputs[1:3]] for tokens in order]
+    else:
+        q, dy = (heads_first(shape.random(rows, shape.heads, seed)) for seed in (0, 1))
+        block = [heads_first(shape.random(rows, shape.kv_heads, seed)) for seed in (2, 3)]
+        blocks = [block] * shape.ranks
     half = rows // 2
 
     def part(step: int) -> tuple[slice, slice, bool]:
@@ -304,10 +329,11 @@ def peer_ring(shape: Shape, kernel: str, rank: int) -> Callable[[], None]:
             return slice(0, rows), slice(0, half), False
         return slice(half, rows), slice(0, rows), False
 
-    def run() -> None:
+    def run() -> list[Tensor]:
         out, lse, state = None, None, None
         for step in range(shape.ranks):
             queries, keys, causal = part(step)
+            k, v = blocks[step]
             block, sums, state = call_sdpa(
                 kernel, q[:, :, queries], k[:, :, keys], v[:, :, keys], causal
             )
@@ -326,9 +352,10 @@ def peer_ring(shape: Shape, kernel: str, rank: int) -> Callable[[], None]:
         assert out is not None and lse is not None
         o = out.bfloat16()
         lse = lse if kernel == "cudnn" else lse.squeeze(-1)
-        dq, dk, dv = (torch.zeros(x.shape, device="cuda") for x in (q, k, v))
+        dq, dk, dv = (torch.zeros(x.shape, device="cuda") for x in (q, *blocks[0]))
         for step in range(shape.ranks):
             queries, keys, causal = part(step)
+            k, v = blocks[step]
             grads = call_sdpa_backward(
                 *(kernel, dy[:, :, queries], q[:, :, queries], k[:, :, keys], v[:, :, keys]),
                 *(o[:, :, queries], lse[:, :, queries].contiguous(), state, causal),
@@ -344,17 +371,25 @@ def peer_ring(shape: Shape, kernel: str, rank: int) -> Callable[[], None]:
                 dq = torch.cat([dq[:, :, :half], dq[:, :, half:] + grads[0]], 2)
             else:
                 dq += grads[0]
+        return [x[0].transpose(0, 1) for x in (o, dq)]
 
     return run
 
 
-def peer_flex(shape: Shape, rank: int) -> Callable[[], None]:
-    """Calls of a rank of torch's context parallelism with FlexAttention and gathered keys."""
+def peer_flex(shape: Shape, rank: int, inputs: Sequence[Tensor] = ()) -> Callable[[], list[Tensor]]:
+    """Calls of a rank of torch's context parallelism with FlexAttention and gathered keys.
+
+    Returns the output and the gradient of the queries. inputs: as in `peer_ring`.
+    """
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     rows, half = shape.seq // shape.ranks, shape.seq // shape.ranks // 2
     q, dy = (heads_first(shape.random(rows, shape.heads, seed)) for seed in (0, 1))
     k, v = (heads_first(shape.random(shape.seq, shape.kv_heads, seed)) for seed in (2, 3))
+    if inputs:
+        tokens = head_tail_rows(shape, rank)
+        q, dy = (heads_first(inputs[number][tokens]) for number in (0, 3))
+        k, v = (heads_first(x) for x in inputs[1:3])
     tail = shape.seq - (rank + 1) * half
 
     def mask(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -364,9 +399,10 @@ def peer_flex(shape: Shape, rank: int) -> Callable[[], None]:
     kernel: Any = torch.compile(flex_attention)
     leaves = [x.requires_grad_() for x in (q, k, v)]
 
-    def run() -> None:
+    def run() -> list[Tensor]:
         o = kernel(*leaves, block_mask=blocks, enable_gqa=True)
-        torch.autograd.grad(o, leaves, dy)
+        grads = torch.autograd.grad(o, leaves, dy)
+        return [x[0].transpose(0, 1).detach() for x in (o, grads[0])]
 
     return run
 
@@ -402,6 +438,59 @@ def compare_errors(shape: Shape) -> dict[str, list[float]]:
     return found
 
 
+CHECKED_TOKENS = 2048
+OUTPUT_LIMIT = 0.02
+"""Largest error of outputs and gradients in bf16, relative to the largest magnitude."""
+
+
+def plain_attention(shape: Shape) -> list[Tensor]:
+    """Returns o, dq, dk and dv of all tokens by plain attention in float64."""
+    q, k, v, dy = (heads_first(x.double()) for x in shape.inputs())
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    groups = shape.heads // shape.kv_heads
+    keys, values = (x.repeat_interleave(groups, 1) for x in leaves[1:])
+    scores = leaves[0] @ keys.mT * shape.head_dim**-0.5
+    hidden = torch.ones(shape.seq, shape.seq, dtype=torch.bool, device=shape.device).triu(1)
+    o = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ values
+    grads = torch.autograd.grad(o, leaves, dy)
+    return [x[0].transpose(0, 1).detach() for x in (o, *grads)]
+
+
+def check_kernels(shape: Shape) -> dict[str, Check]:
+    """Compares outputs and gradients of all that is timed with plain attention."""
+    twin = plain_attention(shape)
+    order = order_tokens([shape.seq], shape.ranks, "balanced")
+    results: dict[str, list[tuple[Tensor, Tensor]]] = {
+        method: list(zip(run_ranks(shape, order, method), twin, strict=True)) for method in ERRORS
+    }
+    kernels = {"same kernel": "segments"}
+    if shape.device == "cuda":
+        kernels |= {"cudnn": "cudnn", "flash": "flash"}
+    for name, kernel in kernels.items():
+        outputs = one_device(shape, kernel)()
+        results[f"one device, {name}"] = list(zip(outputs, twin, strict=True))
+    if shape.device == "cuda":
+        peers = {
+            f"torch ring, {kernel}": partial(peer_ring, shape, kernel)
+            for kernel in ("cudnn", "flash")
+        }
+        peers["torch FlexAttention"] = partial(peer_flex, shape)
+        for name, make in peers.items():
+            results[name] = []
+            for rank in range(shape.ranks):
+                tokens = head_tail_rows(shape, rank)
+                outputs = make(rank, shape.inputs())()
+                results[name] += [(x, y[tokens]) for x, y in zip(outputs, twin[:2], strict=True)]
+    return {name: check_pairs(name, pairs) for name, pairs in results.items()}
+
+
+def check_pairs(name: str, pairs: Sequence[tuple[Tensor, Tensor]]) -> Check:
+    """Returns the check of the worst of several outputs."""
+    checks = [check_outputs(name, output, twin, OUTPUT_LIMIT) for output, twin in pairs]
+    wrong = [check for check in checks if not check.passed]
+    return wrong[0] if wrong else max(checks, key=lambda check: float(check.values.split()[2]))
+
+
 # ---- the report ----------------------------------------------------------------------------------
 
 
@@ -426,7 +515,14 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--errors-seq", type=int, default=32768, help="tokens to compute errors of")
     parser.add_argument("--output", type=Path, help="write all numbers to this file")
+    parser.add_argument("--smoke", action="store_true", help="check small shapes on a CPU")
     options = parser.parse_args()
+    if options.smoke:
+        torch.set_num_threads(1)
+        checks = check_kernels(Shape(64, 4, 2, 16, 2, "cpu"))
+        print(*checks.values(), sep="\n")
+        print("skipped: times, and torch's ring and FlexAttention, which need a GPU")
+        return int(not all(check.passed for check in checks.values()))
     if not torch.cuda.is_available():
         print("This benchmark times kernels of a GPU, and torch sees none.", file=sys.stderr)
         return 2
@@ -437,6 +533,9 @@ def main() -> int:
     one = order_tokens([shape.seq], shape.ranks, "balanced")
     packed = order_tokens(code, shape.ranks, "balanced")
     rows: dict[str, float] = {}
+    checked_shape = replace(shape, seq=min(shape.seq, CHECKED_TOKENS))
+    checks = check_kernels(checked_shape)
+    print(*checks.values(), sep="\n", flush=True)
 
     def add(names: Sequence[str], calls: Sequence[Callable[[], object]], times: int) -> None:
         for name, value in zip(names, measure(calls), strict=True):
@@ -463,13 +562,14 @@ def main() -> int:
     errors = compare_errors(
         Shape(options.errors_seq, options.heads, options.kv_heads, options.head_dim, shape.ranks)
     )
-    return report(shape, rows, errors, len(code), options.output)
+    return report(shape, rows, errors, checks, len(code), options.output)
 
 
 def report(
     shape: Shape,
     rows: dict[str, float],
     errors: dict[str, list[float]],
+    checks: dict[str, Check],
     documents: int,
     output: Path | None,
 ) -> int:
@@ -484,26 +584,41 @@ def report(
         print(f"{name:28}{value:10.1f} ms")
     for name, found in errors.items():
         print(f"{name:28}error of o, dq, dk, dv: " + " ".join(f"{x:.3g}" for x in found))
-    same = rows["one device, same kernel"]
-    fastest = min(value for name, value in rows.items() if name.startswith("one device, c"))
-    fastest = min(fastest, rows["one device, flash"], same)
-    peer = min(value for name, value in rows.items() if name.startswith("torch"))
-    best = min(rows[name] for name in ERRORS)
-    limits = [
-        ("kv_gather / same kernel", rows["kv_gather"] / same, SAME_KERNEL),
-        ("ulysses / same kernel", rows["ulysses"] / same, SAME_KERNEL),
-        ("kv_gather / fastest kernel", rows["kv_gather"] / fastest, FASTEST),
-        ("ring / same kernel", rows["ring"] / same, RING),
-        ("packed / documents", rows["kv_gather, packed"] / rows["one device, packed"], PACKED),
-        ("ours / torch's fastest", rows["kv_gather"] / peer, 1 / PEER),
-        ("our fastest / torch's fastest", best / peer, 1 / PEER),
-        *((f"largest error of {name}", max(errors[name]), most) for name, most in ERRORS.items()),
+    single = [name for name in rows if name.startswith("one device, ") and "packed" not in name]
+    torch_rows = [name for name in rows if name.startswith("torch")]
+    fastest, peer, best = (
+        min(names, key=rows.__getitem__) for names in (single, torch_rows, list(ERRORS))
+    )
+    same = "one device, same kernel"
+    ratios = [
+        ("kv_gather / same kernel", "kv_gather", same, SAME_KERNEL),
+        ("ulysses / same kernel", "ulysses", same, SAME_KERNEL),
+        ("kv_gather / fastest kernel", "kv_gather", fastest, FASTEST),
+        ("ring / same kernel", "ring", same, RING),
+        ("packed / documents", "kv_gather, packed", "one device, packed", PACKED),
+        ("ours / torch's fastest", "kv_gather", peer, 1 / PEER),
+        ("our fastest / torch's fastest", best, peer, 1 / PEER),
     ]
-    for name, value, most in limits:
-        print(f"{name:34}{value:7.3f}  at most {most:.3f}: {'holds' if value <= most else 'NO'}")
+    # Packed documents run the kernels of kv_gather and of one device.
+    unpacked = {"kv_gather, packed": "kv_gather", "one device, packed": same}
+    holds = True
+    for title, one, other, most in ratios:
+        ratio = rows[one] / rows[other]
+        compared = [checks.get(unpacked.get(name, name)) for name in (one, other)]
+        passed = all(check is not None and check.passed for check in compared)
+        verdict = "holds" if passed and ratio <= most else "NO"
+        holds &= verdict == "holds"
+        print(f"{title:34}{checked_ratio(ratio, compared):>7}  at most {most:.3f}: {verdict}")
+    for name, most in ERRORS.items():
+        largest = max(errors[name])
+        holds &= largest <= most
+        verdict = "holds" if largest <= most else "NO"
+        print(f"largest error of {name:17}{largest:7.3f}  at most {most:.3f}: {verdict}")
     if output is not None:
-        output.write_text(json.dumps({"times_ms": rows, "errors": errors}, indent=1))
-    return int(any(value > most for _, value, most in limits))
+        passed_names = [name for name, check in checks.items() if check.passed]
+        numbers = {"times_ms": rows, "errors": errors, "checked": passed_names}
+        output.write_text(json.dumps(numbers, indent=1))
+    return int(not holds)
 
 
 if __name__ == "__main__":

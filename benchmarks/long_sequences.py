@@ -3,7 +3,7 @@
     python benchmarks/long_sequences.py --seq 131072 --steps 2
     python benchmarks/long_sequences.py --seq 262144
     python benchmarks/long_sequences.py --seq 433152 --stop-after-last-block
-    python benchmarks/long_sequences.py --tiny --seq 2048 --set plan.token_chunk=256
+    python benchmarks/long_sequences.py --smoke
 
 Weights and tokens are random. The memory settings are those that `memory.auto` chooses in closed
 form, without its trial steps; `--set` changes any setting of the run, also memory.device_limit_gib
@@ -77,19 +77,21 @@ def parse_arguments() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--size", default="llama3-8b", help="model size")
-    add("--tiny", action="store_true", help="a model that a CPU trains quickly")
-    add("--seq", type=int, default=131072, help="tokens of the sample")
+    add("--smoke", action="store_true", help="a model that a CPU trains quickly")
+    add("--seq", type=int, default=0, help="tokens of the sample (131,072; 1,024 with --smoke)")
     add("--steps", type=int, default=1, help="steps; the time of the last one counts")
     add("--attention", default="cudnn", choices=BACKENDS, help="kernel of attention on a GPU")
     add("--stop-after-last-block", action="store_true", help="end after its backward pass")
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the run")
     add("--json", help="file for the results")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    arguments.seq = arguments.seq or (1024 if arguments.smoke else 131072)
+    return arguments
 
 
 def build_run(arguments: argparse.Namespace, device: torch.device) -> ResolvedRun:
     """Returns the run: one sample a step, and memory settings that are chosen."""
-    model: dict[str, Any] = TINY if arguments.tiny else {"size": arguments.size}
+    model: dict[str, Any] = TINY if arguments.smoke else {"size": arguments.size}
     tables: dict[str, dict[str, Any]] = {
         "model": model | {"max_seq": arguments.seq},
         "plan": {"global_batch": 1, "micro_batch": 1, "recompute": "memory_budget"},
@@ -287,6 +289,8 @@ def report(
 def main() -> int:
     """Runs the benchmark."""
     arguments = parse_arguments()
+    if arguments.smoke:
+        torch.set_num_threads(1)
     use_expandable_segments()
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     run = build_run(arguments, device)

@@ -5,8 +5,10 @@ the same random tokens. PEFT trains the model of transformers with torch's atten
 AdamW, as its users do; `--compile` also compiles its blocks.
 
     python benchmarks/lora.py --size 8b --batch 1
-    python benchmarks/lora.py --size toy --device cpu
+    python benchmarks/lora.py --smoke
 
+Before they are timed, both get the weights of a plain twin, adapters included, and take four steps,
+which must be the twin's (`right_step.py`); there is no ratio otherwise. DoRA has no twin.
 MFU counts 4·N + 6·L·D·S FLOPs per token, because gradients of frozen weights are not computed.
 """
 
@@ -16,17 +18,36 @@ import argparse
 import gc
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from one_gpu import SIZES, TOY
-from peers import RATE, Contestant, Ours, Shape, Task, cross_entropy
+from one_gpu import SIZES, TOY, TOY_RATE
+from peers import (
+    RATE,
+    Contestant,
+    Location,
+    Ours,
+    Shape,
+    Task,
+    cross_entropy,
+    load_model,
+    model_gradients,
+    rule_of_run,
+    run_of,
+)
+from right_step import Check, NamedTensors, TwinWeights, UpdateRule, check_step, checked_ratio
 from torch import Tensor
 
+from ranvier.models.config import AdapterConfig
 from ranvier.train.metrics import peak_flops
 
 GIB = 2**30
+
+
+def peft_location(name: str) -> Location:
+    """Returns where PEFT has a tensor."""
+    return Location(f"base_model.model.{name}")
 
 
 class Theirs:
@@ -46,6 +67,8 @@ class Theirs:
             num_key_value_heads=shape.kv_heads,
             max_position_embeddings=shape.max_seq,
             rms_norm_eps=shape.norm_eps,
+            rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
+            tie_word_embeddings=shape.tie_embeddings,
         )
         torch.set_default_dtype(torch.bfloat16 if task.cuda else torch.float32)
         with torch.device(task.device):
@@ -63,14 +86,31 @@ class Theirs:
                 layer.compile()
         params = [param for param in self.model.parameters() if param.requires_grad]
         self.parameters = sum(param.numel() for param in params)
-        self.optimizer = torch.optim.AdamW(params, lr=RATE, fused=task.cuda)
-        self.task, self.loss = task, torch.zeros(())
+        # PEFT has adapters in fp32 whatever the base's dtype.
+        self.rule = UpdateRule(task.lr, dtype=params[0].dtype)
+        self.optimizer = torch.optim.AdamW(
+            params,
+            lr=self.rule.lr,
+            betas=self.rule.betas,
+            weight_decay=self.rule.weight_decay,
+            fused=task.cuda,
+        )
+        self.task = task
+        self.loss: Tensor | None = None
+        self.on_gradients: Callable[[NamedTensors], None] | None = None
+
+    def load_weights(self, weights: TwinWeights) -> None:
+        """Loads the weights of the twin, adapters included."""
+        load_model(self.model, weights, peft_location)
+        self.weights = weights
 
     def step(self, i: int) -> None:
         """Takes one optimizer step on batch number i."""
         tokens, targets = self.task.pairs[i % len(self.task.pairs)]
         loss: Tensor = cross_entropy(self.model(tokens, use_cache=False).logits, targets)
         loss.backward()  # type: ignore[no-untyped-call]
+        if self.on_gradients is not None:
+            self.on_gradients(model_gradients(self.model, self.weights, peft_location))
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.loss = loss.detach()
@@ -95,7 +135,12 @@ def settings() -> argparse.Namespace:
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--device", default="cuda")
-    return parser.parse_args()
+    parser.add_argument("--smoke", action="store_true", help="a small model on the CPU, as a check")
+    words = parser.parse_args()
+    if words.smoke:
+        words.size, words.device, words.rank, words.turns, words.steps = "toy", "cpu", 4, 1, 1
+        torch.set_num_threads(1)
+    return words
 
 
 def timed(one: Contestant, steps: int, first: int, device: torch.device) -> float:
@@ -126,7 +171,7 @@ def main() -> None:
     if words.seq:
         shape = Shape(**{**vars(shape), "max_seq": words.seq})
     device = torch.device(words.device)
-    task = Task.of(shape, words.batch, device, clip=False)
+    task = Task.of(shape, words.batch, device, clip=False, lr=TOY_RATE if words.smoke else RATE)
     ours: Mapping[str, str] = {
         "lora.rank": str(words.rank),
         "lora.dora": str(words.dora),
@@ -139,12 +184,19 @@ def main() -> None:
             task, words.rank, dora=words.dora, compiled=words.compile, again=words.checkpointing
         ),
     }
-    contestants, memory = {}, {}
+    contestants, memory, checks = {}, {}, list[Check | None]()
+    run = run_of(shape, words.batch, ours, device.type)
+    reference = task.reference(AdapterConfig(rank=words.rank))
+    # First, while no contestant holds memory.
+    for rule in () if words.dora else (rule_of_run(run, task.lr), UpdateRule(task.lr)):
+        reference.record(rule)
     for name, make in makers.items():
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
         contestants[name] = make()
+        checks.append(None if words.dora else check_step(name, contestants[name], reference))
+        print(checks[-1] or f"{name}: not checked, as the twin has no DoRA", flush=True)
         timed(contestants[name], 3, 0, device)
         peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
         memory[name] = (peak - before) / GIB
@@ -158,10 +210,13 @@ def main() -> None:
     for name, found in times.items():
         speed = tokens / statistics.median(found)
         mfu = f"  MFU {speed * operations(shape) / peak_speed:.1%}" if peak_speed else ""
-        loss = float(contestants[name].loss or 0.0)
-        print(f"{name:24} {speed:9,.0f} tokens/s{mfu}  {memory[name]:.1f} GiB  loss {loss:.3f}")
+        check = checks[list(contestants).index(name)]
+        loss = f"{check.loss:.3f}" if check is not None else "-"
+        print(f"{name:24} {speed:9,.0f} tokens/s{mfu}  {memory[name]:.1f} GiB  loss {loss}")
     ratios = [b / a for a, b in zip(*times.values(), strict=True)]
-    print(f"ratio {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+    ratio = checked_ratio(statistics.median(ratios), checks)
+    passed = all(check is not None and check.passed for check in checks)
+    print(f"ratio {ratio}" + (f" ({min(ratios):.2f} to {max(ratios):.2f})" if passed else ""))
 
 
 if __name__ == "__main__":

@@ -6,12 +6,15 @@ that drifting clocks are visible.
 
     python benchmarks/moe.py --json moe.json
     python benchmarks/moe.py --shapes 32x1408 --contestants ranvier,titan
-    python benchmarks/moe.py --tiny
+    python benchmarks/moe.py --smoke
 
 titan is torchtitan's Llama with its MoE layer, compiled as torchtitan does. titan-block is the same
 with whole blocks compiled; the faster of the two counts. hf is transformers' Qwen3-MoE with
 grouped_mm experts as the library runs it; it has no shared expert and so less work. hf-compiled is
 the same under torch.compile, reported separately.
+Before it is timed, each contestant gets the weights of a plain twin in fp32 and takes four steps,
+which must be the twin's (`right_step.py`); there is no ratio with one that differs. The printed
+loss is the last one of these.
 MFU counts 6 · (active weights without the embedding) + 12·L·D·S FLOPs per token.
 Required: 1.10x the tokens per second of titan and 1.5x of transformers, and no more memory than
 titan.
@@ -34,18 +37,36 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from one_gpu import GIB, chosen, versions
+from one_gpu import GIB, TOY_RATE, chosen, versions
 from peers import (
+    EXPERT_NAME,
     FOLDER,
+    LAYER_NAME,
     RATE,
     UNUSED,
+    Location,
+    Locations,
     Shape,
     Task,
     cross_entropy,
     first_line,
     import_titan,
+    load_model,
+    model_gradients,
     run_of,
     stubbed,
+    titan_location,
+)
+from right_step import (
+    Check,
+    NamedTensors,
+    Reference,
+    TwinWeights,
+    UpdateRule,
+    check_step,
+    checked_ratio,
+    load_parallel,
+    parallel_gradients,
 )
 from torch import Tensor, nn
 
@@ -107,8 +128,8 @@ SHAPES: dict[str, tuple[Mixed, int]] = {
     "64x704": (_shape(64, 8, 704, shared_expert_mlp=1408), 4),
 }
 """Shapes and sequences per step."""
-TINY = {
-    "tiny": (
+TOY = {
+    "toy": (
         replace(
             _shape(8, 2, 64, vocab=512, max_seq=64),
             layers=2,
@@ -129,28 +150,45 @@ TINY = {
 class Contestant:
     """Weights, and the function that computes their gradients."""
 
+    task: Task
     weights: list[Tensor]
     learn: Callable[[Tensor, Tensor], Tensor]
     """Returns the mean loss of tokens and targets, and leaves gradients in the weights."""
-    shape: Mixed
+    load: Callable[[TwinWeights], None]
+    """Loads the weights of the twin."""
+    named_gradients: Callable[[TwinWeights], NamedTensors]
+    """Yields the gradients that `learn` has left, by Hugging Face name."""
     undo: Callable[[], None] = lambda: None
     forget: Callable[[], None] | None = None
     """Frees the gradients; None if the optimizer does."""
-    optimizer: torch.optim.Optimizer = field(init=False)
+    loss: Tensor | None = None
+    on_gradients: Callable[[NamedTensors], None] | None = None
+    rule: UpdateRule = field(init=False)
 
     def __post_init__(self) -> None:
+        self.rule = UpdateRule(self.task.lr, dtype=torch.bfloat16)
         self.optimizer = torch.optim.AdamW(
-            self.weights, lr=RATE, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+            self.weights,
+            lr=self.rule.lr,
+            betas=self.rule.betas,
+            weight_decay=self.rule.weight_decay,
+            fused=True,
         )
 
-    def step(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Takes one step."""
-        loss = self.learn(tokens, targets)
+    def load_weights(self, weights: TwinWeights) -> None:
+        """Loads the weights of the twin."""
+        self.load(weights)
+        self.twin_weights = weights
+
+    def step(self, i: int) -> None:
+        """Takes one step on batch number i."""
+        self.loss = self.learn(*self.task.pairs[i % len(self.task.pairs)]).detach()
+        if self.on_gradients is not None:
+            self.on_gradients(self.named_gradients(self.twin_weights))
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         if self.forget is not None:
             self.forget()
-        return loss.detach()
 
 
 def ours(task: Task, settings: Sequence[str] = ()) -> Contestant:
@@ -177,23 +215,37 @@ def ours(task: Task, settings: Sequence[str] = ()) -> Contestant:
         return loss
 
     passes(*task.pairs[0])  # shows in which pieces gradients come
-    pieces = [
-        (bucket, at, len(grad)) for bucket, found in queue.finish_gradients() for at, grad in found
-    ]
-    weights = [nn.Parameter(bucket.data[at : at + size]) for bucket, at, size in pieces]
+    weights = {
+        (bucket, start, len(grad)): nn.Parameter(bucket.data[start : start + len(grad)])
+        for bucket, pieces in queue.finish_gradients()
+        for start, grad in pieces
+    }
     queue.begin_step("")
 
     def learn(tokens: Tensor, targets: Tensor) -> Tensor:
         loss = passes(tokens, targets)
-        grads = [grad for _, found in queue.finish_gradients() for _, grad in found]
-        for weight, grad in zip(weights, grads, strict=True):
-            weight.grad = grad.to(weight.dtype).view_as(weight)
+        for bucket, pieces in queue.finish_gradients():
+            for start, grad in pieces:
+                weights[bucket, start, len(grad)].grad = grad.to(bucket.data.dtype)
         return loss
 
-    return Contestant(weights, learn, task.shape, forget=partial(queue.begin_step, ""))
+    return Contestant(
+        task,
+        list(weights.values()),
+        learn,
+        partial(load_parallel, parallel),
+        partial(parallel_gradients, parallel),
+        forget=partial(queue.begin_step, ""),
+    )
 
 
-def _plain(model: nn.Module, loss_of: Callable[..., Tensor], shape: Mixed, **rest: Any) -> Any:
+def _plain(
+    task: Task,
+    model: nn.Module,
+    loss_of: Callable[..., Tensor],
+    locate: Locations,
+    undo: Callable[[], None] = lambda: None,
+) -> Contestant:
     """Returns a contestant whose model has its own weights."""
     model.train()
 
@@ -202,7 +254,14 @@ def _plain(model: nn.Module, loss_of: Callable[..., Tensor], shape: Mixed, **res
         loss.backward()
         return loss
 
-    return Contestant(list(model.parameters()), learn, shape, **rest)
+    return Contestant(
+        task,
+        list(model.parameters()),
+        learn,
+        partial(load_model, model, locate=locate),
+        partial(model_gradients, model, locate=locate),
+        undo=undo,
+    )
 
 
 def titan(task: Task, *, whole: bool = False) -> Contestant:
@@ -216,7 +275,15 @@ def titan(task: Task, *, whole: bool = False) -> Contestant:
 
     shape = task.shape
     assert isinstance(shape, Mixed), shape
-    router = {"score_func": "softmax", "route_norm": True, "load_balance_coeff": None}
+    router = {
+        "score_func": "softmax",
+        "route_norm": True,
+        "load_balance_coeff": None,
+        # By default it multiplies the inputs of experts by their weights, which is another model:
+        # the others multiply the outputs.
+        "score_before_experts": False,
+        "use_grouped_mm": task.cuda,
+    }
     shared = shape.shared_expert_mlp // shape.expert_mlp
     sizes = {
         "num_experts": shape.experts,
@@ -258,15 +325,35 @@ def titan(task: Task, *, whole: bool = False) -> Contestant:
         else:
             apply_compile(model, types.SimpleNamespace(backend="inductor"), ep_enabled=False)
         of_logits = torch.compile(cross_entropy)
-    return _plain(model, lambda x, y: of_logits(model(x), y), shape, undo=undo)  # type: ignore[no-any-return]
+    locate = partial(titan_location, shape)
+    return _plain(task, model, lambda x, y: of_logits(model(x), y), locate, undo)
+
+
+def fused_location(name: str) -> Location:
+    """Returns where transformers has a tensor: all experts of a layer in one parameter."""
+    layer = LAYER_NAME.fullmatch(name.removesuffix(".weight"))
+    expert = None if layer is None else EXPERT_NAME.fullmatch(layer[2])
+    if layer is None or expert is None:
+        return Location(name)
+    number, kind = int(expert[1]), expert[2]
+    prefix = f"model.layers.{layer[1]}.mlp.experts"
+    if kind == "down_proj":
+        return Location(f"{prefix}.down_proj", lambda x: x[number])
+    half = ("gate_proj", "up_proj").index(kind)
+    return Location(f"{prefix}.gate_up_proj", lambda x: x[number].chunk(2)[half])
+
+
+def without_shared_expert(shape: Shape) -> Mixed:
+    """Returns the shape of transformers' Qwen3-MoE."""
+    assert isinstance(shape, Mixed), shape
+    return replace(shape, shared_expert_mlp=0, qk_norm="per_head")
 
 
 def transformers(task: Task, *, eager: bool = False) -> Contestant:
     """Returns transformers' Qwen3-MoE with grouped matmuls; it has no shared expert."""
     from transformers.models.qwen3_moe import modeling_qwen3_moe as module
 
-    shape = replace(task.shape, shared_expert_mlp=0)
-    assert isinstance(shape, Mixed), shape
+    shape = without_shared_expert(task.shape)
     config = module.Qwen3MoeConfig(
         hidden_size=shape.embed,
         num_hidden_layers=shape.layers,
@@ -296,7 +383,7 @@ def transformers(task: Task, *, eager: bool = False) -> Contestant:
         loss: Tensor = call(input_ids=tokens, labels=targets, shift_labels=targets).loss
         return loss
 
-    return _plain(model, loss_of, shape)  # type: ignore[no-any-return]
+    return _plain(task, model, loss_of, fused_location)
 
 
 CONTESTANTS: dict[str, Callable[[Task], Contestant]] = {
@@ -307,12 +394,35 @@ CONTESTANTS: dict[str, Callable[[Task], Contestant]] = {
     "hf-compiled": transformers,
 }
 """How each contestant is made."""
+NEED_GPU = ("titan-block", "hf-compiled")
+"""Contestants that on a CPU would be the same as another."""
+SHAPED: dict[str, Callable[[Shape], Mixed]] = {
+    "hf": without_shared_expert,
+    "hf-compiled": without_shared_expert,
+}
+"""Contestants of another shape than asked for."""
+
+
+def shape_of(name: str, task: Task) -> Mixed:
+    """Returns the shape that a contestant has."""
+    shape = SHAPED[name](task.shape) if name in SHAPED else task.shape
+    assert isinstance(shape, Mixed), shape
+    return shape
+
 
 # ---- the loop ---------------------------------------------------------------------------
 
 
-def tried(make: Callable[[Task], Contestant], task: Task, asked: Any) -> dict[str, Any]:
-    """Builds, warms up and times a contestant; returns its memory, or why it failed."""
+def tried(
+    title: str,
+    make: Callable[[Task], Contestant],
+    task: Task,
+    reference: Reference,
+    asked: Any,
+) -> dict[str, Any]:
+    """Builds, checks, warms up and times a contestant; returns its numbers, or why it failed."""
+    # First, while no contestant holds memory.
+    reference.record(UpdateRule(task.lr, dtype=torch.bfloat16))
     if task.cuda:
         torch.cuda.reset_peak_memory_stats()
     one: Contestant | None = None
@@ -321,14 +431,19 @@ def tried(make: Callable[[Task], Contestant], task: Task, asked: Any) -> dict[st
     try:
         torch.manual_seed(0)
         one = make(task)
+        check = check_step(title, one, reference)
+        print(f"    {check}", flush=True)
+        found |= {"checked": check.passed, "check": str(check), "loss": check.loss}
         for i in range(asked.warm):
-            one.step(*task.pairs[i % len(task.pairs)])
+            one.step(i)
         if task.cuda:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()  # what compilers and tuning took
             torch.cuda.reset_peak_memory_stats()
         found["build_seconds"] = time.perf_counter() - start
-        found |= _timed(one, task, asked)
+        shape = reference.weights.config
+        assert isinstance(shape, Mixed), shape
+        found |= _timed(one, shape, task, asked)
     except Exception as error:
         if asked.trace:
             raise
@@ -343,17 +458,16 @@ def tried(make: Callable[[Task], Contestant], task: Task, asked: Any) -> dict[st
     return found
 
 
-def _timed(one: Contestant, task: Task, asked: Any) -> dict[str, Any]:
-    shape, times = one.shape, []
+def _timed(one: Contestant, shape: Mixed, task: Task, asked: Any) -> dict[str, Any]:
+    times = []
     count = sum(weight.numel() for weight in one.weights)
     extra = (count - shape.parameters) / shape.parameters
     if abs(extra) > 1e-3:  # queries' and keys' norms, a few numbers of padding
         raise ValueError(f"it has {count:,} parameters, not {shape.parameters:,}")
-    loss = torch.zeros(())
     for _ in range(asked.windows):
         begin = DeviceEvent(task.device)
         for i in range(asked.steps):
-            loss = one.step(*task.pairs[i % len(task.pairs)])
+            one.step(i)
         end = DeviceEvent(task.device)
         end.synchronize()
         times.append(end.seconds_since(begin) / asked.steps)
@@ -367,17 +481,24 @@ def _timed(one: Contestant, task: Task, asked: Any) -> dict[str, Any]:
         "memory": torch.cuda.max_memory_allocated() if task.cuda else 0,
         "active": shape.active,
         "parameters": count,
-        "loss": float(loss),
     }
 
 
-def line(name: str, row: dict[str, Any], best: float | None) -> str:
+def check_of(name: str, row: dict[str, Any]) -> Check:
+    """Returns the check of a row."""
+    return Check(name, "", () if row["checked"] else (row["check"],))
+
+
+def line(name: str, row: dict[str, Any], ours: dict[str, Any] | None) -> str:
     """Formats the numbers of a contestant."""
     if "failed" in row:
         return f"{name:12} failed: {row['failed']}"
     mfu = "     -" if row["mfu"] is None else f"{row['mfu']:6.1%}"
     speed = row["tokens_per_second"]
-    ratio = "" if best is None else f"  ranvier is {best / speed:.3f}x"
+    ratio = ""
+    if ours is not None and "failed" not in ours:
+        checks = (check_of("ranvier", ours), check_of(name, row))
+        ratio = f"  ranvier is {checked_ratio(ours['tokens_per_second'] / speed, checks)}"
     return (
         f"{name:12} {speed:9,.0f} tok/s {row['ms']:9.2f} ms ±{row['spread'] / 2:5.1%}  MFU {mfu}  "
         f"{row['memory'] / GIB:6.1f} GiB  loss {row['loss']:.3f}  built in "
@@ -387,17 +508,17 @@ def line(name: str, row: dict[str, Any], best: float | None) -> str:
 
 def verdicts(rows: dict[str, dict[str, Any]]) -> list[str]:
     """Returns whether speed and memory reach the requirements."""
-    done = {name: row for name, row in rows.items() if "failed" not in row}
+    done = {name: row for name, row in rows.items() if "failed" not in row and row["checked"]}
     mine = [row for name, row in done.items() if name.startswith("ranvier")]
     if not mine:
-        return ["ranvier was not timed"]
+        return ["ranvier was not timed, or is wrong"]
     speed = statistics.mean(row["tokens_per_second"] for row in mine)
     memory = max(row["memory"] for row in mine)
     found = []
     for kind, factor in FASTER.items():
         theirs = [row for name, row in done.items() if name in KINDS[kind]]
         if not theirs:
-            found.append(f"{kind}: not timed")
+            found.append(f"{kind}: not timed, or wrong")
             continue
         best = max(theirs, key=lambda row: float(row["tokens_per_second"]))
         ratio = speed / best["tokens_per_second"]
@@ -424,10 +545,13 @@ def play(name: str, task: Task, asked: Any, names: Sequence[str]) -> dict[str, A
     if "ranvier" in names and len(names) > 1:
         turns.append(("ranvier-2", "ranvier"))
     rows: dict[str, dict[str, Any]] = {}
+    references: dict[Mixed, Reference] = {}
     for title, one in turns:
-        rows[title] = tried(made[one], task, asked)
-        best = rows.get("ranvier", {}).get("tokens_per_second")
-        print(line(title, rows[title], None if title.startswith("ranvier") else best), flush=True)
+        own_shape = shape_of(one, task)
+        reference = references.setdefault(own_shape, replace(task, shape=own_shape).reference())
+        rows[title] = tried(title, made[one], task, reference, asked)
+        ours_row = None if title.startswith("ranvier") else rows.get("ranvier")
+        print(line(title, rows[title], ours_row), flush=True)
     words = verdicts(rows) if task.cuda else ["no verdict on a CPU"]
     print("; ".join(words), flush=True)
     return {"shape": name, "config": asdict(shape), "contestants": rows, "verdicts": words}
@@ -447,20 +571,27 @@ def settings() -> argparse.Namespace:
     add("--warm", type=int, default=3, help="steps before the first window, which also compile")
     add("--json", type=Path, metavar="FILE", help="file to write all results to")
     add("--trace", action="store_true", help="stop at the first failure, with its traceback")
-    add("--tiny", action="store_true", help="a small model on the CPU, as a check")
+    add("--smoke", action="store_true", help="a small model on the CPU, as a check")
     return parser.parse_args()
 
 
 def compare(asked: argparse.Namespace) -> None:
     """Runs all selected shapes."""
-    if not asked.tiny and not torch.cuda.is_available():
-        raise PlanError("torch sees no CUDA device. The benchmark needs one. Use --tiny here.")
-    device = torch.device("cpu") if asked.tiny else torch.device("cuda", 0)
-    shapes = TINY if asked.tiny else SHAPES
+    if not asked.smoke and not torch.cuda.is_available():
+        raise PlanError("torch sees no CUDA device. The benchmark needs one. Use --smoke here.")
+    device = torch.device("cpu") if asked.smoke else torch.device("cuda", 0)
+    shapes = TOY if asked.smoke else SHAPES
+    if asked.smoke:
+        asked.windows, asked.steps, asked.warm = 1, 1, 1
+        torch.set_num_threads(1)
     names = chosen(asked.contestants, list(CONTESTANTS), "contestant")
+    if asked.smoke:
+        for name in NEED_GPU:
+            print(f"{name} is skipped: it needs a GPU")
+        names = [name for name in names if name not in NEED_GPU]
     if str(FOLDER) not in sys.path:
         sys.path.append(str(FOLDER))
-    kind = platform.machine() if asked.tiny else torch.cuda.get_device_name(device)
+    kind = platform.machine() if asked.smoke else torch.cuda.get_device_name(device)
     facts: dict[str, Any] = {"command": sys.argv, "device": kind, "versions": versions()}
     print(f"{kind}, " + ", ".join(f"{k} {v}" for k, v in facts["versions"].items() if v))
     if device.type == "cuda":
@@ -468,7 +599,8 @@ def compare(asked: argparse.Namespace) -> None:
     facts["results"] = []
     for name in chosen(asked.shapes, list(shapes), "shape"):
         shape, batch = shapes[name]
-        task = Task.of(shape, batch, device, clip=False)
+        rate = TOY_RATE if asked.smoke else RATE
+        task = Task.of(shape, batch, device, clip=False, lr=rate)
         facts["results"].append(play(name, task, asked, names))
         if asked.json is not None:
             asked.json.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")

@@ -8,7 +8,7 @@ for each MoE layer the load of its busiest expert relative to the mean of the la
 the steps after warm-up, and the maximum. Seeds determine initial weights and the order of samples.
 
     python benchmarks/moe_tiny.py                     20 minutes on one core
-    python benchmarks/moe_tiny.py --tiny              a few steps, as a check
+    python benchmarks/moe_tiny.py --smoke             a few steps, as a check
 
 The mixture passes if the means over seeds of both losses are lower than for the dense model, and in
 every layer the mean load over seeds and steps after warm-up is below 1.5.
@@ -80,10 +80,11 @@ def settings(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--held-out", type=float, default=0.1, help="share of held-out documents")
     parser.add_argument("--samples", type=int, default=256, help="number of held-out sequences")
     parser.add_argument("--corpus", default="stdlib")
-    parser.add_argument("--tiny", action="store_true", help="one seed, three steps, one layer")
+    parser.add_argument("--smoke", action="store_true", help="one seed, three steps, one layer")
     parser.add_argument("--json", help="file to write all measurements to")
     found = parser.parse_args(words)
-    if found.tiny:
+    if found.smoke:
+        torch.set_num_threads(1)
         found.seeds, found.steps, found.batch, found.seq, found.samples = 1, 3, 2, 16, 4
     return found
 
@@ -110,7 +111,7 @@ def trained(asked: argparse.Namespace, model: str, seed: int) -> Curve:
     """Trains one model."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tables: dict[str, dict[str, Any]] = {
-        "model": {"size": model, **({"layers": 1} if asked.tiny else {})},
+        "model": {"size": model, **({"layers": 1} if asked.smoke else {})},
         "data": {
             "seq_len": asked.seq,
             "validation_fraction": asked.held_out,
@@ -183,7 +184,7 @@ def main(words: Sequence[str] | None = None) -> int:
             )
     if asked.json:
         Path(asked.json).write_text(json.dumps([dataclasses.asdict(curve) for curve in curves]))
-    return 0 if judged(curves, asked) or asked.tiny else 1
+    return 0 if judged(curves, asked) or asked.smoke else 1
 
 
 if __name__ == "__main__":

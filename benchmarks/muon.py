@@ -17,7 +17,9 @@ Parts:
     losses    50 steps of a small decoder with symmetric products and with plain ones: losses differ
               by at most twice as much as those of plain paths that round differently
 
-Calls are interleaved, and times are medians. Exit status 1 if a limit does not hold.
+Calls are interleaved, and times are medians. Before a step is timed, its weights after one update
+are compared with those of `torch.optim.Muon` in fp32, and a training step with a plain twin
+(`right_step.py`); there is no ratio otherwise. Exit status 1 if a limit does not hold.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import statistics
 import sys
 import time
@@ -35,7 +38,9 @@ from typing import Any
 from unittest import mock
 
 import torch
-from peers import Ours, Shape, Task
+from one_gpu import TOY_RATE
+from peers import RATE, Ours, Shape, Task, rule_of_run, run_of
+from right_step import Check, check_step
 from torch import Tensor
 
 from ranvier.cost.matrix_optimizers import muon_flops, tile_bounds
@@ -192,6 +197,33 @@ class BatchedMuon:
             muon.apply_update(weight, direction.view(-1), now=self.now, ratio=ratio, decay=DECAY)
 
 
+UPDATE_LIMIT = 0.1
+"""Largest difference of an update to torch's in bf16, relative to its norm: five iterations with
+coefficients that do not converge amplify the rounding of bf16."""
+
+
+def check_update(bench: Bench, shapes: Sequence[tuple[int, int]]) -> Check:
+    """Compares the updates of our step with those of `torch.optim.Muon` on the same gradients."""
+    ours = BatchedMuon(bench, shapes)
+    worst = 0.0
+    before = [weight.clone() for weight in ours.weights]
+    ours.step()
+    flats = zip(ours.counts.items(), before, ours.weights, ours.grads, strict=True)
+    for ((rows, cols), count), start, weight, grad in flats:
+        # One matrix of each shape, and the last one, which an offset would miss first.
+        for number in {0, count - 1}:
+            part = slice(number * rows * cols, (number + 1) * rows * cols)
+            param = torch.nn.Parameter(start[part].view(rows, cols).clone())
+            param.grad = grad[part].view(rows, cols).clone()
+            torch.optim.Muon([param], lr=LR, momentum=BETA, weight_decay=DECAY).step()
+            update = weight[part].view(rows, cols) - start[part].view(rows, cols)
+            expected = param.detach() - start[part].view(rows, cols)
+            worst = max(worst, float((update - expected).norm() / expected.norm()))
+    values = f"updates differ from torch.optim.Muon's by {worst:.4f} of their norm"
+    problems = () if worst <= UPDATE_LIMIT else (f"{values} (at most {UPDATE_LIMIT})",)
+    return Check("muon", values, problems)
+
+
 def compare_steps(bench: Bench, shapes: Sequence[tuple[int, int]]) -> tuple[float, float]:
     """Returns the ms of our step and of that of `torch.optim.Muon`."""
     ours = BatchedMuon(bench, shapes)
@@ -199,6 +231,11 @@ def compare_steps(bench: Bench, shapes: Sequence[tuple[int, int]]) -> tuple[floa
     for param in params:
         param.grad = bench.random(*param.shape, seed=1)
     theirs = torch.optim.Muon(params, lr=LR, momentum=BETA, weight_decay=DECAY)
+    check = check_update(bench, shapes)
+    print(check, flush=True)
+    if not check.passed:
+        bench.check(False, str(check))
+        return math.nan, math.nan
     found, peer = bench.measure([ours.step, theirs.step])
     flops = sum(muon_flops(rows, cols, muon.STEPS) for rows, cols in shapes)
     count = sum(rows * cols for rows, cols in shapes)
@@ -325,11 +362,31 @@ def train_with(bench: Bench, task: Task, name: str) -> dict[str, float]:
     return {"ms": ms, "optimizer_ms": statistics.median(inside[2:]), "bytes": num_bytes}
 
 
+def check_training(bench: Bench) -> Check:
+    """Compares steps of the model, with one micro-batch and AdamW, with the twin."""
+    sizes = bench.sizes
+    rate = RATE if bench.has_limits else TOY_RATE
+    task = Task.of(sizes.shape, sizes.micro_batch, bench.device, clip=True, lr=rate)
+    reference = task.reference()
+    run = run_of(sizes.shape, sizes.micro_batch, {}, bench.device.type)
+    reference.record(rule_of_run(run, rate))
+    contestant = Ours(task, {})
+    check = check_step("training", contestant, reference)
+    contestant.close()
+    bench.free()
+    return check
+
+
 def time_training(bench: Bench) -> None:
     """The optimizer step inside a training step, and the bytes of states."""
     sizes = bench.sizes
     task = Task.of(sizes.shape, sizes.batch, bench.device, clip=True)
     tokens = sizes.batch * sizes.shape.max_seq
+    check = check_training(bench)
+    print(check, flush=True)
+    if not check.passed:
+        bench.check(False, str(check))
+        return
     found: dict[str, dict[str, float]] = {}
     for name in ("adamw", "muon"):
         found[name] = train_with(bench, task, name)
@@ -481,6 +538,8 @@ def main(words: Sequence[str] | None = None) -> int:
     for name in parts:
         if name not in PARTS:
             parser.error(f"{name!r} is not a part. Use some of {', '.join(PARTS)}.")
+    if asked.smoke:
+        torch.set_num_threads(1)
     if not asked.smoke and not torch.cuda.is_available():
         print("torch sees no CUDA device. The benchmark needs one. Use --smoke here.")
         return 64

@@ -8,7 +8,8 @@ there is no tokenizer: prompts are token ids.
 
     python benchmarks/nano_vllm_peer.py --source nano-vllm --size qwen3-0.6b
 
-The last line of the output is a JSON object with the seconds of each run.
+The last line of the output is a JSON object with the seconds of each run, and the greedy tokens of
+the prompts that `serving.py` checks.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import json
 import sys
 import tempfile
 import time
+from functools import partial
 from importlib.machinery import ModuleSpec
 from itertools import pairwise
 from pathlib import Path
@@ -28,10 +30,14 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from peers import LAYER_NAME, Location, load_model
+from right_step import TwinWeights
+from right_tokens import NEW_TOKENS, NUM_PROMPTS, PROMPT_TOKENS
 from serving_bound import draw_lengths, draw_prompts
+from serving_peers import packed_location
 from torch import Tensor, nn
 
-from ranvier.models import MODEL_SIZES
+from ranvier.models import MODEL_SIZES, DecoderConfig
 from ranvier.models.hf.registry import find_fitting_family
 
 BLOCK_SIZE = 64
@@ -144,22 +150,27 @@ class NoTokenizer:
         return ""
 
 
-def fill_random(model: nn.Module, _: str) -> None:
-    """Fills the weights of a model; takes the place of its loader."""
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for param in model.parameters():
-            if param.ndim > 1:
-                param.normal_(std=0.02)
-            else:
-                param.fill_(1.0)
+def location(config: DecoderConfig, name: str) -> Location:
+    """Returns where nano-vllm has a tensor."""
+    layer = LAYER_NAME.fullmatch(name.removesuffix(".weight"))
+    if layer is None:
+        return Location(name)
+    prefix = f"model.layers.{layer[1]}"
+    packed = packed_location(config, prefix, layer[2], "self_attn.qkv_proj", "mlp.gate_up_proj")
+    return packed or Location(name)
+
+
+def fill_weights(config: DecoderConfig, model: nn.Module, _: str) -> None:
+    """Fills a model with the weights of the twin; takes the place of its loader."""
+    device = next(model.parameters()).device
+    load_model(model, TwinWeights(config, device), partial(location, config))
 
 
 # ---- its engine ---------------------------------------------------------------------------------
 
 
 def load_engine(source: Path, folder: Path, size: str, max_num_seqs: int) -> Any:
-    """Returns nano-vllm's engine with random weights. folder: for its config.json."""
+    """Returns nano-vllm's engine with the weights of the twin. folder: for its config.json."""
     family, table = find_fitting_family(MODEL_SIZES[size])
     if family.model_type != "qwen3":
         raise ValueError(f"{size} is a {family.model_type}; nano-vllm only has qwen3")
@@ -179,7 +190,7 @@ def load_engine(source: Path, folder: Path, size: str, max_num_seqs: int) -> Any
     use_small_blocks(importlib.import_module("nanovllm.config").Config)
     runner: Any = importlib.import_module("nanovllm.engine.model_runner")
     engine: Any = importlib.import_module("nanovllm.engine.llm_engine")
-    runner.load_model = fill_random
+    runner.load_model = partial(fill_weights, MODEL_SIZES[size])
     engine.AutoTokenizer = NoTokenizer
     return engine.LLMEngine(str(folder), max_model_len=MAX_MODEL_LEN, max_num_seqs=max_num_seqs)
 
@@ -212,27 +223,55 @@ def run_workload(engine: Any, lengths: list[tuple[int, int]], seed: int, vocab: 
     return seconds
 
 
+def smoke() -> None:
+    """Finds a location for each tensor of the twin."""
+    config = MODEL_SIZES["qwen3-0.6b"]
+    weights = TwinWeights(config, torch.device("cpu"))
+    parameters = {location(config, name).parameter for name in weights}
+    print(f"{len(weights)} tensors are in {len(parameters)} parameters of nano-vllm")
+    print("skipped: the engine, which needs a GPU and a checkout of nano-vllm")
+
+
+def answer_prompts(engine: Any, vocab: int) -> list[list[int]]:
+    """Returns the greedy tokens of the prompts that are checked."""
+    params: Any = importlib.import_module("nanovllm.sampling_params").SamplingParams
+    prompts = draw_prompts([PROMPT_TOKENS] * NUM_PROMPTS, vocab, 2026)
+    # Temperature 0 is refused; at this one the best token always wins.
+    option = params(temperature=1e-5, ignore_eos=True, max_tokens=NEW_TOKENS)
+    outputs = engine.generate(prompts, [option] * NUM_PROMPTS, use_tqdm=False)
+    return [list(one["token_ids"]) for one in outputs]
+
+
 def main() -> None:
     """Runs the workload."""
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
-    add("--source", type=Path, required=True, help="directory of nano-vllm's source")
+    add("--source", type=Path, help="directory of nano-vllm's source")
+    add("--smoke", action="store_true", help="check what does not need a GPU")
     add("--size", default="qwen3-0.6b")
     add("--requests", type=int, default=256)
     add("--low", type=int, default=100, help="fewest tokens in and out of a request")
     add("--high", type=int, default=1024, help="most tokens in and out of a request")
     add("--repeats", type=int, default=2)
     asked = parser.parse_args()
+    if asked.smoke:
+        smoke()
+        return
+    if asked.source is None:
+        parser.error("--source is required. Give a checkout of nano-vllm.")
     lengths = draw_lengths(asked.requests, asked.low, asked.high)
     vocab = MODEL_SIZES[asked.size].vocab
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
         engine = load_engine(asked.source, Path(folder), asked.size, asked.requests)
         ready = time.perf_counter() - start
+        answers = answer_prompts(engine, vocab)
         # Compiles what depends on the number of tokens.
         run_workload(engine, [(tokens, 8) for tokens, _ in lengths], 1, vocab)
         times = [run_workload(engine, lengths, 2 + i, vocab) for i in range(asked.repeats)]
-        print(json.dumps({"seconds": times, "ready_seconds": ready}), flush=True)
+        print(
+            json.dumps({"seconds": times, "ready_seconds": ready, "answers": answers}), flush=True
+        )
 
 
 if __name__ == "__main__":

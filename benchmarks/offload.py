@@ -3,8 +3,10 @@
     python benchmarks/offload.py --speed --sizes 1.5b     tokens per second by tokens per step
     python benchmarks/offload.py --fsdp --sizes 1.5b      alternating with FSDP2 and CPU offload
     python benchmarks/offload.py --largest                the largest model for each placement
-    python benchmarks/offload.py --speed --smoke          a small model, on any machine
+    python benchmarks/offload.py --smoke                  a small model, on any machine
 
+Steps are compared with a plain twin before they are timed (`right_step.py`), and there is no ratio
+with one that differs; in --speed with the fewest tokens: more only are more micro-batches.
 The printed bound: 12 bytes per parameter are transferred each way per step, and only the first
 forward pass can overlap with it, so a step takes at least 12·N / (bandwidth of the link).
 """
@@ -20,16 +22,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from one_gpu import SIZES, TOY
-from peers import Contestant, Ours, Peer, Shape, Task, run_of
-from torch import Tensor, distributed, nn
+from one_gpu import SIZES, TOY, TOY_RATE
+from peers import RATE, Contestant, Ours, Peer, Shape, Task, decoder_location, run_of
+from right_step import Check, check_step, checked_ratio
+from torch import Tensor, distributed
 
 from ranvier.errors import RanvierError
 from ranvier.launch import use_expandable_segments
@@ -127,6 +130,25 @@ def measured(make: Callable[[], Contestant], *, warm: int, steps: int) -> dict[s
     return found
 
 
+def check_contestant(name: str, make: Callable[[], Contestant], task: Task) -> Check:
+    """Compares the steps of a contestant with the twin, alone on the device."""
+    reference = task.reference()
+    cleared()
+    contestant = make()
+    rule = contestant.rule
+    contestant.close()
+    del contestant
+    cleared()
+    reference.record(rule)
+    contestant = make()
+    check = check_step(name, contestant, reference)
+    print(check, flush=True)
+    contestant.close()
+    del contestant
+    cleared()
+    return check
+
+
 # ---- speed ------------------------------------------------------------------------------
 
 
@@ -136,6 +158,7 @@ def speed(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     print(f"link: {link / 1e9:.1f} GB/s in each direction at once")
     for name, shape in shapes(arguments):
         seq = shape.max_seq
+        checks: dict[str, Check] = {}
         for tokens in arguments.tokens:
             samples = max(tokens // seq, 1)
             more = {"plan.recompute": arguments.recompute}
@@ -144,14 +167,23 @@ def speed(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             ways = (("plain", {}, arguments.micro), ("host", hosted, arguments.host_micro))
             for way, where, most in ways:
                 more["plan.micro_batch"] = str(min(samples, most or arguments.micro))
-                task = Task.of(shape, samples, device(), clip=True)
-                row[way] = attempt(partial(Ours, task, {**more, **where}), arguments)
+                task = Task.of(shape, samples, device(), clip=True, lr=learning_rate(arguments))
+                make = partial(Ours, task, {**more, **where})
+                if way not in checks:
+                    checks[way] = check_contestant(way, make, task)
+                row[way] = attempt(make, arguments)
+            row["checked"] = all(check.passed for check in checks.values())
             rows.append(row)
-            told(row, link)
+            print_row(row, link, list(checks.values()))
     return rows
 
 
-def told(row: Mapping[str, Any], link: float) -> None:
+def learning_rate(arguments: argparse.Namespace) -> float:
+    """Returns the learning rate of all contestants."""
+    return TOY_RATE if arguments.smoke else RATE
+
+
+def print_row(row: Mapping[str, Any], link: float, checks: Sequence[Check]) -> None:
     """Prints a row."""
     rates = {way: row["tokens"] / row[way]["seconds"] for way in ("plain", "host") if row[way]}
     words = [f"{row['size']:>6} {row['tokens']:>8} tokens"]
@@ -162,7 +194,7 @@ def told(row: Mapping[str, Any], link: float) -> None:
         least = 12 * row["host"]["parameters"] / link
         words.append(f"bound {least:.3f} s of {row['host']['seconds']:.3f}")
     if len(rates) == 2:
-        words.append(f"ratio {rates['host'] / rates['plain']:.3f}")
+        words.append(f"ratio {checked_ratio(rates['host'] / rates['plain'], checks)}")
     print(" | ".join(words), flush=True)
 
 
@@ -211,28 +243,20 @@ class Offloaded(Peer):
         def mean_loss(tokens: Tensor, targets: Tensor) -> Tensor:
             return model(tokens, targets) / targets.numel()
 
-        super().__init__(model, mean_loss, task)
-
-    def step(self, i: int) -> None:
-        """Takes one optimizer step on batch number i; the norm is clipped as in Ranvier."""
-        loss = self.mean_loss(*self.task.pairs[i % len(self.task.pairs)])
-        loss.backward()
-        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.loss = loss.detach()
+        super().__init__(model, mean_loss, task, partial(decoder_location, task.shape))
 
 
 def fsdp(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Compares Ranvier with FSDP2 and CPU offload, alternating."""
     rows = []
     for name, shape in shapes(arguments):
-        task = Task.of(shape, arguments.batch, device(), clip=True)
+        task = Task.of(shape, arguments.batch, device(), clip=True, lr=learning_rate(arguments))
         ways: dict[str, Callable[[], Contestant]] = {
             "fsdp2 cpu": partial(Offloaded, task),
             "states": partial(Ours, task, HOST),
             "weights": partial(Ours, task, WEIGHTS),
         }
+        checks = {way: check_contestant(way, make, task) for way, make in ways.items()}
         found: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
         for _ in range(arguments.windows):
             for way, make in ways.items():
@@ -242,12 +266,15 @@ def fsdp(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         for way, several in found.items():
             seconds = statistics.median(one["seconds"] for one in several)
             last = several[-1]
-            row = {"size": name, "way": way, "ratio": theirs / seconds, **last, "seconds": seconds}
+            compared = [checks[way], checks["fsdp2 cpu"]]
+            passed = all(check.passed for check in compared)
+            row = {"size": name, "way": way, **last, "seconds": seconds, "checked": passed}
+            row["ratio"] = theirs / seconds if passed else None
             rows.append(row)
             print(
                 f"{name:>6} {way:>10} {seconds:8.3f} s {task.batch * shape.max_seq / seconds:9.0f} "
                 f"tok/s {last['peak'] / GIB:6.2f} GiB loss {last['loss']:.3f} "
-                f"{row['ratio']:.2f}x",
+                f"{checked_ratio(theirs / seconds, compared)}",
                 flush=True,
             )
         resident = 4 * found["states"][0]["parameters"]
@@ -429,7 +456,12 @@ def main() -> None:
     use_expandable_segments()
     arguments, found = settings(), {}
     if arguments.smoke:
-        arguments.tokens, arguments.batch, arguments.windows = [64, 256], 2, 1
+        arguments.tokens, arguments.batch, arguments.windows = [128], 2, 1
+        arguments.warm, arguments.steps = 1, 1
+        torch.set_num_threads(1)
+        if not (arguments.speed or arguments.fsdp or arguments.largest):
+            arguments.speed = True
+            print("skipped: --fsdp and --largest, which also run with --smoke")
     for mode in (speed, fsdp, largest):
         if getattr(arguments, mode.__name__):
             found[mode.__name__] = mode(arguments)

@@ -12,7 +12,9 @@ If two contestants do not fit into memory together, each is rebuilt for its wind
 Peers are searched among the installed packages and in the directory peers/ (unpacked wheels). In
 the table, MFU counts 6·(N - embedding) + 6·L·D·S FLOPs per token (full: 12·L·D·S); ceiling is the
 share of the step that its matmuls would take alone; the last columns are the speed of Ranvier
-relative to a peer.
+relative to a peer. Before its first window a contestant is compared with a plain twin in fp32
+(`right_step.py`); there is no ratio with one that has not passed. The column loss is that of the
+first batch after three updates from the same weights.
 """
 
 from __future__ import annotations
@@ -33,7 +35,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peers import PACKAGES, PEERS, Contestant, Ours, Shape, Task, first_line, missing, run_of
+from peers import (
+    NEED_GPU,
+    PACKAGES,
+    PEERS,
+    RATE,
+    Contestant,
+    Ours,
+    Shape,
+    Task,
+    first_line,
+    missing,
+    peer_rule,
+    rule_of_run,
+    run_of,
+)
+from right_step import Check, Limits, Reference, UpdateRule, check_step, float8_limits
 from torch import Tensor
 
 from ranvier.config.sections import suggest_nearest
@@ -55,6 +72,8 @@ TOY = {
     ),
 }
 """A shape that a CPU trains quickly."""
+TOY_RATE = 3e-3
+"""Learning rate that moves the loss of a toy shape in three updates."""
 GIB = 2**30
 
 
@@ -99,6 +118,7 @@ class Seat:
 
     name: str
     make: Callable[[], Contestant]
+    rule: UpdateRule
     settings: Mapping[str, str] | None = None
     """Settings of a variant of Ranvier; peers have none."""
     live: Contestant | None = None
@@ -107,6 +127,8 @@ class Seat:
     held: int = 0
     """Bytes that it holds between steps."""
     failed: str = ""
+    check: Check | None = None
+    """Whether its step is right; None before its first window."""
     built: list[float] = field(default_factory=list)
     """Seconds of building and warming up, each time."""
     windows: list[dict[str, Any]] = field(default_factory=list)
@@ -119,6 +141,12 @@ class Seat:
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+
+    @property
+    def computes_in_float8(self) -> bool:
+        """Whether some of its matrix products are in float8."""
+        kind = (self.settings or {}).get("train.float8", "off")
+        return kind != "off" or "float8" in self.name
 
     def against(self, peer: str) -> list[float]:
         """Returns the milliseconds per step in the windows interleaved with a peer."""
@@ -133,11 +161,21 @@ class Arena:
     asked: argparse.Namespace
     ours: list[Seat]
     peers: list[Seat]
+    reference: Reference
+    """The twin, which all contestants are compared with."""
     alone: bool = False
     """Whether contestants do not fit into memory together."""
+    limits: dict[str, Limits] = field(default_factory=dict)
+    """Limits of the difference to the twin, by contestant."""
 
     def play(self, after: Callable[[], None]) -> None:
         """Runs all rounds; `after` is called after each one."""
+        # First, while no contestant holds memory.
+        for seat in (*self.ours, *self.peers):
+            self.reference.record(seat.rule)
+            if seat.computes_in_float8:
+                self.limits[seat.name], words = float8_limits(self.reference, seat.rule)
+                print(f"  {seat.name}: {words}", flush=True)
         for peer in self.peers:
             if not self.alone:
                 self.attempt(peer, self.ready)
@@ -201,6 +239,10 @@ class Arena:
         expected = self.task.shape.parameters
         if seat.live.parameters != expected:
             raise ValueError(f"it has {seat.live.parameters:,} parameters, not {expected:,}")
+        if seat.check is None:
+            limits = self.limits.get(seat.name)
+            seat.check = check_step(seat.name, seat.live, self.reference, limits)
+            print(f"  {seat.check}", flush=True)
         for i in range(self.asked.warm):
             seat.live.step(i)
         self.wait()
@@ -226,9 +268,9 @@ class Arena:
         end.synchronize()
         peak = torch.cuda.max_memory_allocated() - beside if cuda else 0
         seat.held = self.allocated() - beside
-        loss = float(seat.live.loss) if seat.live.loss is not None else None
+        last_loss = float(seat.live.loss) if seat.live.loss is not None else None
         ms = end.seconds_since(begin) / self.asked.steps * 1e3
-        seat.windows.append({"against": peer, "ms": ms, "memory": peak, "loss": loss})
+        seat.windows.append({"against": peer, "ms": ms, "memory": peak, "loss": last_loss})
         rate = self.task.batch * self.task.shape.max_seq / ms * 1e3
         print(
             f"  {seat.name:24} {ms:9.2f} ms  {rate:9,.0f} tok/s  against {peer or '-'}", flush=True
@@ -310,7 +352,10 @@ def summary(arena: Arena, rate: float) -> dict[str, Any]:
                 for full in (False, True)
             )
             row["memory"] = max(window["memory"] for window in seat.windows)
-            row["loss"] = seat.windows[-1]["loss"]
+            assert seat.check is not None, seat.name
+            row["loss"] = seat.check.loss
+            row["checked"] = seat.check.passed
+            row["check"] = str(seat.check)
             row["of_ceiling"] = matmuls / rate / seconds
         rows.append(row)
     ratios = {
@@ -332,6 +377,8 @@ def ratio(ours: Seat, peer: Seat) -> float | None:
     pairs = list(zip(ours.against(peer.name), peer.against(peer.name), strict=False))
     if not pairs or ours.failed or peer.failed:
         return None
+    if not all(seat.check is not None and seat.check.passed for seat in (ours, peer)):
+        return None
     return statistics.median(theirs / mine for mine, theirs in pairs)
 
 
@@ -346,6 +393,8 @@ def table(result: Mapping[str, Any]) -> str:
             notes.append(f"{row['name']} failed: {row['failed'] or 'it did not run'}")
             lines.append([row["name"], "failed", *[""] * (len(head) - 2 + len(ours))])
             continue
+        if not row["checked"]:
+            notes.append(f"no ratio with {row['check']}")
         ratios = result["ratios"].get(row["name"], {})
         lines.append(
             [
@@ -430,9 +479,17 @@ def compare(asked: argparse.Namespace) -> None:
     if min(asked.windows, asked.steps, asked.warm) < 1:
         raise PlanError("--windows, --steps and --warm are at least 1. Use 3, 6 and 3.")
     device = torch.device("cpu") if asked.smoke else torch.device("cuda", 0)
-    sizes, usual = (TOY, "hf") if asked.smoke else (SIZES, None)
-    known, ours = chosen(asked.sizes, list(sizes), "size"), variants(asked)
-    wanted = [] if asked.peers == "none" else chosen(asked.peers or usual, list(PEERS), "peer")
+    if asked.smoke:
+        asked.windows, asked.steps, asked.warm = 1, 1, 1
+        torch.set_num_threads(1)
+    sizes = TOY if asked.smoke else SIZES
+    usual = "toy" if asked.smoke else None
+    known, ours = chosen(asked.sizes or usual, list(sizes), "size"), variants(asked)
+    wanted = [] if asked.peers == "none" else chosen(asked.peers, list(PEERS), "peer")
+    for name in wanted if asked.smoke else ():
+        if name in NEED_GPU:
+            print(f"{name} is skipped: it needs a GPU")
+    wanted = [name for name in wanted if not (asked.smoke and name in NEED_GPU)]
     plan = [(size, batch) for size in known for batch in batches_of(asked, sizes[size][1])]
     for size, batch in plan:  # errors are reported before any work
         for changes in ours.values():
@@ -453,7 +510,8 @@ def compare(asked: argparse.Namespace) -> None:
     print(f"{kind}, " + ", ".join(f"{k} {v}" for k, v in facts["versions"].items() if v))
     torch.set_float32_matmul_precision("high")  # of all
     for size, batch in plan:
-        task = Task.of(sizes[size][0], batch, device, clip=asked.clip)
+        rate = TOY_RATE if asked.smoke else RATE
+        task = Task.of(sizes[size][0], batch, device, clip=asked.clip, lr=rate)
         play(size, task, asked, ours, there, facts)
 
 
@@ -472,11 +530,16 @@ def play(
         f"{shape.max_seq} tokens, matmuls alone {rate / 1e12:.4g} TFLOP/s",
         flush=True,
     )
+    rules = {
+        name: rule_of_run(run_of(shape, task.batch, changes, task.device.type), task.lr)
+        for name, changes in ours.items()
+    }
     arena = Arena(
         task,
         asked,
-        [Seat(name, partial(Ours, task, one), one) for name, one in ours.items()],
-        [Seat(name, partial(PEERS[name][1], task)) for name in peers],
+        [Seat(name, partial(Ours, task, one), rules[name], one) for name, one in ours.items()],
+        [Seat(name, partial(PEERS[name][1], task), peer_rule(task)) for name in peers],
+        task.reference(),
     )
     before = list(facts["results"])
 

@@ -2,9 +2,11 @@
 
 The bare loop takes the same steps (forward, backward, update) on batches that are already on the
 device and reads nothing. Both use the same model and optimizer in the same process and alternate;
-the medians of many turns are compared.
+the medians of many turns are compared. Before that, steps of the model are compared with a plain
+twin (`right_step.py`).
 
     python benchmarks/overhead.py --size llama3-1b --seq 2048 --batch 4 --steps 10 --turns 7
+    python benchmarks/overhead.py --smoke
 """
 
 from __future__ import annotations
@@ -14,10 +16,13 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import torch
+from one_gpu import TOY_RATE
+from peers import RATE, Ours, Shape, Task, rule_of_run, run_of
+from right_step import Check, check_step
 
 from ranvier import launch
 from ranvier.config.kinds import named_model
@@ -27,6 +32,7 @@ from ranvier.config.sections import DataConfig, TrainConfig
 from ranvier.data.dataset import cache_corpora, open_data
 from ranvier.grid import Grid
 from ranvier.launch import ProcessInfo
+from ranvier.models import MODEL_SIZES, DecoderConfig
 from ranvier.train.loggers import open_loggers
 from ranvier.train.resolve import ResolveContext, resolve_run
 from ranvier.train.step import train_step
@@ -40,7 +46,27 @@ def settings() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--steps", type=int, default=10, help="steps per turn")
     parser.add_argument("--turns", type=int, default=7)
-    return parser.parse_args()
+    parser.add_argument("--smoke", action="store_true", help="a small model on the CPU, as a check")
+    asked = parser.parse_args()
+    if asked.smoke:
+        asked.size, asked.seq, asked.batch, asked.steps, asked.turns = "tiny", 32, 2, 1, 1
+        torch.set_num_threads(1)
+    return asked
+
+
+def check_model(asked: argparse.Namespace) -> Check:
+    """Compares the steps of the model with the twin."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    sizes = {one.name: getattr(MODEL_SIZES[asked.size], one.name) for one in fields(DecoderConfig)}
+    shape = Shape(**{**sizes, "max_seq": asked.seq})
+    rate = TOY_RATE if asked.smoke else RATE
+    task = Task.of(shape, asked.batch, device, clip=True, lr=rate)
+    reference = task.reference()
+    reference.record(rule_of_run(run_of(shape, asked.batch, {}, device.type), rate))
+    contestant = Ours(task, {})
+    check = check_step("model", contestant, reference)
+    contestant.close()
+    return check
 
 
 def trainer_for(asked: argparse.Namespace, out: str) -> Trainer:
@@ -94,6 +120,8 @@ def full(rows: Iterator[dict[str, object]], sink: object, trainer: Trainer, step
 
 def main() -> None:
     asked = settings()
+    check = check_model(asked)
+    print(check, flush=True)
     with tempfile.TemporaryDirectory() as out:
         trainer = trainer_for(asked, out)
         trainer.run = replace(
@@ -113,6 +141,8 @@ def main() -> None:
     ratios = sorted(b / a for a, b in times)
     print(f"{asked.size}, {asked.batch} x {asked.seq} tokens, {asked.turns} turns of {asked.steps}")
     print(f"bare loop {plain * 1e3:.2f} ms per step, trainer {ours * 1e3:.2f} ms")
+    if not check.passed:
+        return
     middle, quarter = statistics.median(ratios) - 1.0, len(ratios) // 4
     print(
         f"overhead {middle:+.2%}, half of the turns {ratios[quarter] - 1:+.2%} to "

@@ -1,9 +1,11 @@
 """Contestants of `one_gpu.py`: Ranvier's trainer, and other trainers of the same model.
 
 A contestant has `parameters`, the loss of its last step, `step(i)`, which takes one optimizer step
-on batch number i, and `close()`. Peers are searched among the installed packages and in the
-directory `peers/` at the root of the repository (unpacked wheels; git ignores it). Packages that
-they import only for data and logs may be missing: empty modules replace them.
+on batch number i, and `close()`. `right_step.py` checks its steps before they are timed: for this
+it loads weights, and shows gradients, by their names in the format of Hugging Face. Peers are
+searched among the installed packages and in the directory `peers/` at the root of the repository
+(unpacked wheels; git ignores it). Packages that they import only for data and logs may be missing:
+empty modules replace them.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import atexit
 import importlib.abc
 import importlib.util
+import re
 import sys
 import tomllib
 import types
@@ -24,7 +27,17 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
+from right_step import (
+    CheckedContestant,
+    NamedTensors,
+    Reference,
+    TwinWeights,
+    UpdateRule,
+    load_parallel,
+    parallel_gradients,
+)
 from torch import Tensor, distributed, nn
+from torch.distributed.tensor import DTensor
 
 from ranvier.config import run as runs
 from ranvier.config.run import RunConfig
@@ -32,6 +45,7 @@ from ranvier.data.batch import Batch
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
 from ranvier.models import DecoderConfig
+from ranvier.models.config import AdapterConfig
 from ranvier.train.resolve import ResolveContext, resolve_run
 from ranvier.train.trainer import Trainer
 
@@ -98,15 +112,28 @@ class Task:
     """Tokens and targets `[b, s]` of each batch."""
     clip: bool = False
     """Whether peers also clip the gradient norm, as Ranvier does."""
+    lr: float = RATE
+    """Learning rate of all contestants."""
 
     @classmethod
-    def of(cls, shape: Shape, batch: int, device: torch.device, *, clip: bool) -> Task:
+    def of(
+        cls, shape: Shape, batch: int, device: torch.device, *, clip: bool, lr: float = RATE
+    ) -> Task:
         """Returns a task with random tokens from a fixed seed."""
         source = torch.Generator(device).manual_seed(0)
         size = (BATCHES, batch, shape.max_seq + 1)
         ids = torch.randint(0, shape.vocab, size, device=device, generator=source)
         pairs = [(one[:, :-1].contiguous(), one[:, 1:].contiguous()) for one in ids]
-        return cls(shape, batch, device, pairs, clip)
+        return cls(shape, batch, device, pairs, clip, lr)
+
+    def reference(self, lora: AdapterConfig | None = None) -> Reference:
+        """Returns the plain twin of the task."""
+        weights = TwinWeights(self.shape, self.device, lora or AdapterConfig())
+        return Reference(weights, self.load_batch(0))
+
+    def load_batch(self, i: int) -> Batch:
+        """Returns batch number i."""
+        return Batch(*self.pairs[i])
 
     @property
     def cuda(self) -> bool:
@@ -118,14 +145,10 @@ class Task:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.cuda)
 
 
-class Contestant(Protocol):
+class Contestant(CheckedContestant, Protocol):
     """A trainer of the model."""
 
     parameters: int
-    loss: Tensor | None
-
-    def step(self, i: int) -> None:
-        """Takes one optimizer step on batch number i."""
 
     def close(self) -> None:
         """Frees all memory."""
@@ -158,32 +181,121 @@ def _value(text: str) -> Any:
         return text
 
 
+def rule_of_run(run: RunConfig, lr: float) -> UpdateRule:
+    """Returns the update rule of a run of Ranvier."""
+    optim = run.optim
+    betas = (optim.beta1, optim.beta2)
+    return UpdateRule(lr, betas, optim.eps, run.weight_decay, optim.max_grad_norm)
+
+
+def peer_rule(task: Task) -> UpdateRule:
+    """Returns the update rule of the peers."""
+    return UpdateRule(task.lr, max_grad_norm=1.0 if task.clip else 0.0)
+
+
 class Ours:
     """Ranvier, built by its trainer."""
 
     def __init__(self, task: Task, settings: Mapping[str, str]) -> None:
-        run = run_of(task.shape, task.batch, settings, task.device.type)
+        run = self.build_run(task, settings)
         nothing: Any = None  # steps are given their batches
         run = resolve_run(run, ResolveContext(world_size=1, device=task.device))
         self.trainer = Trainer.from_run(run, Grid({}), task.device, nothing)
         micro = self.trainer.run.plan.micro_batch  # a fit may have chosen it
         self.batches = [
-            Batch(tokens, targets).split_micro_batches(self.trainer.grid, micro)
-            for tokens, targets in task.pairs
+            task.load_batch(i).split_micro_batches(self.trainer.grid, micro)
+            for i in range(len(task.pairs))
         ]
         self.parameters = sum(param.numel() for param in self.trainer.state.model.parameters())
         self.loss: Tensor | None = None
+        self.lr = task.lr
+        self.on_gradients: Callable[[NamedTensors], None] | None = None
+        self.rule = rule_of_run(self.trainer.run, task.lr)
+
+    def build_run(self, task: Task, settings: Mapping[str, str]) -> RunConfig:
+        """Returns the run of a task."""
+        return run_of(task.shape, task.batch, settings, task.device.type)
+
+    def load_weights(self, weights: TwinWeights) -> None:
+        """Loads the weights of the twin, and shows gradients under its names from now on."""
+        parallel = self.trainer.state.parallel
+        load_parallel(parallel, weights)
+
+        def show_gradients() -> None:
+            if self.on_gradients is not None:
+                self.on_gradients(parallel_gradients(parallel, weights))
+
+        self.trainer.state.optimizer.before_update = show_gradients
 
     def step(self, i: int) -> None:
         """Takes one optimizer step on batch number i."""
         trainer = self.trainer
         micros = self.batches[i % len(self.batches)]
-        self.loss = trainer.take_step(micros, RATE, trainer.state.guard.step_limits).loss
+        self.loss = trainer.take_step(micros, self.lr, trainer.state.guard.step_limits).loss
         trainer.grid.trace.waited_events = []  # as the trainer does
 
     def close(self) -> None:
         """Frees all memory."""
         self.__dict__.clear()
+
+
+@dataclass(frozen=True)
+class Location:
+    """Where a library has a tensor of the twin."""
+
+    parameter: str
+    """Name of its parameter."""
+    view: Callable[[Tensor], Tensor] = lambda x: x
+    """Returns the part of the parameter with the elements in the order of the twin's tensor."""
+
+
+Locations = Callable[[str], Location]
+"""Returns where a library has the tensor with a Hugging Face name."""
+WRAPPERS = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.|base_layer\.|\.default(?=\.)")
+"""Parts of names that wrappers add."""
+
+
+def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Returns the parameters of a model without the parts of names that wrappers add."""
+    parameters = model.named_parameters(remove_duplicate=False)
+    return {WRAPPERS.sub("", name): param for name, param in parameters}
+
+
+def local_tensor(x: Tensor) -> Tensor:
+    """Returns the whole tensor of the only rank."""
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def load_model(model: nn.Module, weights: TwinWeights, locate: Locations) -> None:
+    """Loads the weights of the twin into a model of another library."""
+    parameters = named_parameters(model)
+    with torch.no_grad():
+        for name, weight in weights.items():
+            location = locate(name)
+            part = location.view(local_tensor(parameters[location.parameter].data))
+            part.copy_(weight.view(part.shape))
+
+
+def model_gradients(model: nn.Module, weights: TwinWeights, locate: Locations) -> NamedTensors:
+    """Yields the gradients of a model of another library."""
+    parameters = named_parameters(model)
+    for name in weights.trained:
+        location = locate(name)
+        grad = parameters[location.parameter].grad
+        if grad is not None:
+            part = location.view(local_tensor(grad)).reshape(weights.shape_of(name))
+            yield name, part.to(weights.device)
+
+
+def same_name(name: str) -> Location:
+    """The location in a model that has the names of the twin."""
+    return Location(name)
+
+
+def decoder_location(shape: DecoderConfig, name: str) -> Location:
+    """Returns where our plain decoder has a tensor."""
+    piece = TwinWeights(shape, torch.device("cpu")).pieces[name]
+    return Location(piece.parameter, piece.select)
 
 
 @dataclass
@@ -194,6 +306,9 @@ class Peer:
     mean_loss: Callable[[Tensor, Tensor], Tensor]
     """Returns the loss of tokens and targets."""
     task: Task
+    locate: Locations = same_name
+    fused: bool = True
+    """Whether torch's AdamW is its fused one."""
     undo: Callable[[], None] = lambda: None
     loss: Tensor | None = None
     parameters: int = field(init=False)
@@ -202,16 +317,30 @@ class Peer:
         self.model.train()
         params = list(self.model.parameters())
         self.parameters = sum(param.numel() for param in params)
+        self.rule = peer_rule(self.task)
+        self.on_gradients: Callable[[NamedTensors], None] | None = None
         self.optimizer = torch.optim.AdamW(
-            params, lr=RATE, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+            params,
+            lr=self.rule.lr,
+            betas=self.rule.betas,
+            eps=self.rule.eps,
+            weight_decay=self.rule.weight_decay,
+            fused=self.fused or None,
         )
+
+    def load_weights(self, weights: TwinWeights) -> None:
+        """Loads the weights of the twin."""
+        load_model(self.model, weights, self.locate)
+        self.weights = weights
 
     def step(self, i: int) -> None:
         """Takes one optimizer step on batch number i."""
         loss = self.mean_loss(*self.task.pairs[i % len(self.task.pairs)])
         loss.backward()
+        if self.on_gradients is not None:
+            self.on_gradients(model_gradients(self.model, self.weights, self.locate))
         if self.task.clip:
-            nn.utils.clip_grad_norm_(self.model.parameters(), 1.0, foreach=True)
+            nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.loss = loss.detach()
@@ -282,9 +411,53 @@ def import_titan() -> tuple[Any, Any, Any]:
     """Returns torchtitan's Llama, its arguments and its parallelize function."""
     with stubbed(*UNUSED):
         from torchtitan.models.llama3.infra import parallelize
-        from torchtitan.models.llama3.model.args import TransformerModelArgs
+        from torchtitan.models.llama3.model.args import RoPEScalingArgs, TransformerModelArgs
         from torchtitan.models.llama3.model.model import Transformer
-    return Transformer, TransformerModelArgs, parallelize
+    # By default it scales rotary frequencies as Llama 3.1 does; no other contestant does.
+    unscaled = partial(TransformerModelArgs, rope_scaling_args=RoPEScalingArgs(scaling_factor=1.0))
+    return Transformer, unscaled, parallelize
+
+
+TITAN_NAMES = {
+    "model.embed_tokens": "tok_embeddings",
+    "model.norm": "norm",
+    "lm_head": "output",
+    "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attention.wq",
+    "self_attn.k_proj": "attention.wk",
+    "self_attn.v_proj": "attention.wv",
+    "self_attn.o_proj": "attention.wo",
+    "mlp.gate_proj": "feed_forward.w1",
+    "mlp.up_proj": "feed_forward.w3",
+    "mlp.down_proj": "feed_forward.w2",
+    "mlp.gate": "feed_forward.router.gate",
+    "mlp.shared_experts.gate_proj": "feed_forward.shared_experts.w1",
+    "mlp.shared_experts.up_proj": "feed_forward.shared_experts.w3",
+    "mlp.shared_experts.down_proj": "feed_forward.shared_experts.w2",
+}
+TITAN_EXPERTS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.(.+)")
+EXPERT_NAME = re.compile(r"mlp\.experts\.(\d+)\.(\w+)")
+
+
+def titan_location(shape: Shape, name: str) -> Location:
+    """Returns where torchtitan's Llama, also with its MoE layer, has a tensor."""
+    module = name.removesuffix(".weight")
+    layer = LAYER_NAME.fullmatch(module)
+    if layer is None:
+        return Location(f"{TITAN_NAMES[module]}.weight")
+    prefix, inner = f"layers.{layer[1]}", layer[2]
+    expert = EXPERT_NAME.fullmatch(inner)
+    if expert is not None:
+        parameter = f"{prefix}.feed_forward.experts.{TITAN_EXPERTS[expert[2]]}"
+        return Location(parameter, lambda x, number=int(expert[1]): x[number])  # type: ignore[misc]
+    parameter = f"{prefix}.{TITAN_NAMES[inner]}.weight"
+    if inner in ("self_attn.q_proj", "self_attn.k_proj"):
+        # Rotary pairs are neighbours there, and halves of a head here.
+        pairs = (-1, shape.head_dim // 2, 2, shape.embed)
+        return Location(parameter, lambda x: x.view(pairs).transpose(1, 2))
+    return Location(parameter)
 
 
 def import_float8() -> Any:
@@ -336,7 +509,7 @@ def titan(task: Task, *, fsdp: bool = False, float8: bool = False) -> Peer:
             logits = model(tokens)
         return of_logits(logits, targets)
 
-    return Peer(model, mean_loss, task)
+    return Peer(model, mean_loss, task, partial(titan_location, shape))
 
 
 def _shard(model: Any, task: Task, parallelize: Any) -> None:
@@ -375,6 +548,35 @@ def import_litgpt() -> tuple[Any, Any]:
     return GPT, Config
 
 
+LITGPT_NAMES = {
+    "model.embed_tokens": "transformer.wte",
+    "model.norm": "transformer.ln_f",
+    "lm_head": "lm_head",
+    "input_layernorm": "norm_1",
+    "post_attention_layernorm": "norm_2",
+    "self_attn.o_proj": "attn.proj",
+    "mlp.gate_proj": "mlp.fc_1",
+    "mlp.up_proj": "mlp.fc_2",
+    "mlp.down_proj": "mlp.proj",
+}
+
+
+def litgpt_location(shape: Shape, name: str) -> Location:
+    """Returns where litgpt has a tensor."""
+    module = name.removesuffix(".weight")
+    layer = LAYER_NAME.fullmatch(module)
+    if layer is None:
+        return Location(f"{LITGPT_NAMES[module]}.weight")
+    prefix, inner = f"transformer.h.{layer[1]}", layer[2]
+    # q, k and v are the rows of one matrix.
+    sizes = [n * shape.head_dim for n in (shape.heads, shape.kv_heads, shape.kv_heads)]
+    projections = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    if inner in projections:
+        number = projections.index(inner)
+        return Location(f"{prefix}.attn.qkv.weight", lambda x: x.split(sizes)[number])
+    return Location(f"{prefix}.{LITGPT_NAMES[inner]}.weight")
+
+
 def litgpt(task: Task) -> Peer:
     """Returns litgpt: the whole model and the loss compiled; autocast."""
     gpt, config = import_litgpt()
@@ -409,7 +611,7 @@ def litgpt(task: Task) -> Peer:
             logits = forward(tokens)
         return of_logits(logits, targets)
 
-    return Peer(model, mean_loss, task)
+    return Peer(model, mean_loss, task, partial(litgpt_location, shape))
 
 
 def import_transformers() -> Any:
@@ -466,7 +668,7 @@ def transformers(task: Task, *, liger: bool = False) -> Peer:
             loss: Tensor = call(input_ids=tokens, labels=targets, shift_labels=targets).loss
         return loss
 
-    return Peer(model, mean_loss, task, undo)
+    return Peer(model, mean_loss, task, undo=undo)
 
 
 Kind = tuple[Callable[[], Any], Callable[[Task], Peer]]
@@ -480,6 +682,8 @@ PEERS: dict[str, Kind] = {
     "hf": (import_transformers, transformers),
 }
 """How each peer is imported and built."""
+NEED_GPU = ("titan-fsdp", "titan-float8", "titan-float8-fsdp", "liger")
+"""Peers without a CPU path."""
 PACKAGES = ("torchtitan", "torchao", "litgpt", "liger-kernel", "transformers")
 """The package of each peer."""
 

@@ -9,11 +9,13 @@ Cases:
     prefix    prompts that share 4,096 tokens: time to first token of the first and of later ones
     ready     time from building the model to the first token, with cold and warm compile caches
 
-Weights are random with a seed, in bf16. `serving_bound.py` has the formula of the bound. The peers
-are transformers (static cache and compiled, continuous batching, compiled forward pass), a plain
-compiled loop after gpt-fast (plain), and nano-vllm's engine with our attention kernels, if a
-checkout is given. Times are medians of some runs after one that warms up. Each row is printed and
-written as soon as it is known. A peer that fails does not end the run.
+All have the same seeded weights, in bf16. `serving_bound.py` has the formula of the bound. The
+peers are transformers (static cache and compiled, continuous batching, compiled forward pass), a
+plain compiled loop after gpt-fast (plain), and nano-vllm's engine with our attention kernels, if a
+checkout is given. Their greedy tokens for eight prompts are compared with transformers' logits in
+fp32 (`right_tokens.py`); there is no ratio with one that is wrong or was not compared. Times are
+medians of some runs after one that warms up. Each row is printed and written as soon as it is
+known. A peer that fails does not end the run.
 
     python benchmarks/serving.py --output serving.json
     python benchmarks/serving.py --cases nano --sizes qwen3-0.6b --nano-vllm nano-vllm
@@ -41,6 +43,8 @@ from typing import Any
 
 import serving_peers as peers
 import torch
+from right_step import Check, checked_ratio, full_precision
+from right_tokens import check_tokens
 from serving_bound import Bound, Rates, check_anchors
 from serving_cases import CASES, TARGETS, Case, attention_alone, measure_ready, print_ready
 from serving_engine import SIZES, TOY_SIZES, TOY_WORKLOAD, Row, Setup, Workload
@@ -64,6 +68,8 @@ class Report:
     limit_seconds: int
     facts: Row
     rows: list[Row] = field(default_factory=list)
+    checks: dict[tuple[str, str], Check] = field(default_factory=dict)
+    """Whether the tokens of a size and contestant are right."""
 
     def measure(self, case: str, size: str, name: str, work: Callable[[], Row]) -> None:
         """Measures one row; an error becomes a row too."""
@@ -112,16 +118,26 @@ class Report:
         ]
         if not ours or "share" not in ours[0]:
             return
+        checks = {name: self.checks.get((size, name)) for name in rates}
+        for row in self.rows:
+            if (row["case"], row["size"]) == (case, size) and row["name"] in checks:
+                check = checks[row["name"]]
+                row["checked"] = check is not None and check.passed
         ratios = {"bound": ours[0]["share"]}
         ratios |= {name: rates[OURS] / rate for name, rate in rates.items() if name != OURS}
-        ours[0]["ratios"] = ratios
-        ours[0]["targets"] = targets
         parts = []
-        for name, ratio in ratios.items():
+        for name, ratio in list(ratios.items()):
+            compared = [checks[OURS]] + ([checks[name]] if name in checks else [])
+            if not all(check is not None and check.passed for check in compared):
+                del ratios[name]
+                parts.append(f"{name}: no ratio, {checked_ratio(ratio, compared)}")
+                continue
             verdict = ""
             if name in targets:
                 verdict = f" ({'reaches' if ratio >= targets[name] else 'misses'} {targets[name]})"
             parts.append(f"{ratio:.3f} x {name}{verdict}")
+        ours[0]["ratios"] = ratios
+        ours[0]["targets"] = targets
         print(f"{case:8} {size:10} {'=':14} {', '.join(parts)}", flush=True)
         self.write()
 
@@ -242,6 +258,7 @@ def run_size(setup: Setup, cases: Mapping[str, Case], wanted: Sequence[str], out
     ours = {name: case.ours for name, case in cases.items() if case.ours is not None}
     if ours:
         model = setup.build_model()
+        setup.answers[OURS] = setup.answer(model)
         for name, measure_ours in ours.items():
             out.measure(name, setup.size, OURS, partial(measure_ours, setup, model))
             peers.free_memory(forgets_compiled=False)
@@ -251,6 +268,9 @@ def run_size(setup: Setup, cases: Mapping[str, Case], wanted: Sequence[str], out
     if theirs and "transformers" in wanted:
         try:
             with peers.transformers_model(setup.config, setup.device, setup.dtype) as model:
+                prompts = setup.checked_prompts()
+                answers = peers.static_cache_answers(model, prompts, setup.work.checked[1])
+                setup.answers["transformers"] = answers
                 for name, measure in theirs.items():
                     out.measure(name, setup.size, "transformers", partial(measure, setup, model))
                     torch._dynamo.reset()
@@ -262,12 +282,32 @@ def run_size(setup: Setup, cases: Mapping[str, Case], wanted: Sequence[str], out
             if peer in wanted:
                 out.measure(name, setup.size, peer, partial(run, setup))
                 peers.free_memory()
+    check_answers(setup, out)
+    for name in cases:
         out.compare(name, setup.size)
     if "ready" in cases:
         with tempfile.TemporaryDirectory() as folder:
             for name, accepted in (("cold", 120.0), ("warm", 40.0)):
                 work = partial(measure_ready, setup, Path(folder), accepted)
                 out.measure("ready", setup.size, name, work)
+
+
+def check_answers(setup: Setup, out: Report) -> None:
+    """Compares the tokens of all contestants with transformers' logits in fp32."""
+    try:
+        with (
+            peers.transformers_model(setup.config, setup.device, torch.float32) as twin,
+            full_precision(),
+        ):
+            logits_of = partial(peers.sequence_logits, twin)
+            for name, answers in setup.answers.items():
+                prompts = setup.checked_prompts()
+                check = check_tokens(name, prompts, answers, logits_of, setup.dtype)
+                out.checks[setup.size, name] = check
+                print(f"{'check':8} {setup.size:10} {check}", flush=True)
+            del twin, logits_of
+    except ImportError as error:
+        print(f"no tokens are compared, as transformers cannot be imported: {error}", flush=True)
 
 
 def versions() -> dict[str, str | None]:
@@ -285,6 +325,11 @@ def compare(asked: argparse.Namespace) -> None:
     """Runs all cases that were asked for."""
     if not asked.smoke and not torch.cuda.is_available():
         raise PlanError("torch sees no CUDA device. The benchmark needs one. Use --smoke here.")
+    if asked.smoke:
+        torch.set_num_threads(1)
+        if asked.cases is None:
+            asked.cases, asked.sizes, asked.repeats = "single", asked.sizes or "toy", 1
+            print("skipped: the other cases, which --cases selects")
     if asked.repeats < 1:
         raise PlanError("--repeats is too small. There must be a timed run. Use 3.")
     device = torch.device("cpu") if asked.smoke else torch.device("cuda", 0)

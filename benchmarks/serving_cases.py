@@ -277,7 +277,7 @@ def single_plain(setup: Setup) -> Row:
     """Batch 1 in a plain compiled loop."""
     tokens, count = setup.work.single
     start = time.perf_counter()
-    step = peers.plain_loop_seconds(
+    step, setup.answers["plain"] = peers.plain_loop(
         setup.config,
         setup.device,
         setup.dtype,
@@ -285,6 +285,8 @@ def single_plain(setup: Setup) -> Row:
         new_tokens=count,
         repeats=setup.peer_repeats(),
         tunes=setup.tunes,
+        prompts=setup.checked_prompts(),
+        answer_tokens=setup.work.checked[1],
     )
     total = time.perf_counter() - start
     return {"tokens_per_second": 1.0 / step, "step_ms": step * 1e3, "total_seconds": total}
@@ -326,6 +328,7 @@ def nano_nano_vllm(setup: Setup) -> Row:
     command = [sys.executable, str(HERE / "nano_vllm_peer.py"), "--source", str(setup.nano_vllm)]
     command += ["--size", setup.size, *(f"--{name}={value}" for name, value in numbers.items())]
     facts = run_child(command, {})
+    setup.answers["nano-vllm"] = facts.pop("answers")
     seconds = statistics.median(facts["seconds"])
     generated = sum(out for _, out in draw_lengths(count, low, high))
     return {"tokens_per_second": generated / seconds, "seconds": seconds, **facts}

@@ -12,11 +12,12 @@ directory, from which Ranvier and vLLM load it. Peers:
 
 After a short run that warms up, repeats are interleaved: each runs all peers once. Rates are
 medians of the tokens that requests asked for, per second, with their prompts. The tokens of each
-request are compared with ours.
+request are compared with ours, and those of eight requests with transformers' logits
+(`right_tokens.py`); there is no ratio with an engine that is wrong.
 
     python benchmarks/serving_cpu.py --output serving_cpu.json
     python benchmarks/serving_cpu.py --vllm vllm-env/bin/python
-    python benchmarks/serving_cpu.py --requests 8 --repeats 1 --size toy
+    python benchmarks/serving_cpu.py --smoke
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ from typing import Any
 
 import serving_peers as peers
 import torch
+from right_step import Check
+from right_tokens import NUM_PROMPTS, check_tokens
 from serving import OURS, format_value, versions
 from serving_bound import draw_prompts
 from serving_engine import TOY, Row, make_requests
@@ -279,8 +282,20 @@ def measure(name: str, run: Run, work: Workload, times: Times, expected: Answers
     print(f"{name:24} {text}, {equal} of {len(work.counts)} answers equal ours", flush=True)
 
 
-def summarize(found: dict[str, Times], work: Workload) -> list[Row]:
-    """Returns a row for each engine, with our rate relative to its."""
+def check_engines(found: dict[str, Times], work: Workload, twin: Any) -> dict[str, Check]:
+    """Compares the tokens of each engine with the logits of transformers' model."""
+    prompts = work.prompts[:NUM_PROMPTS]
+    logits_of = partial(peers.sequence_logits, twin)
+    checks = {}
+    for name, times in found.items():
+        answers = times.answers[:NUM_PROMPTS]
+        checks[name] = check_tokens(name, prompts, answers, logits_of, torch.float32)
+        print(f"{'check':24} {checks[name]}", flush=True)
+    return checks
+
+
+def summarize(found: dict[str, Times], work: Workload, checks: dict[str, Check]) -> list[Row]:
+    """Returns a row for each engine, with our rate relative to its if both are right."""
     ours = statistics.median(found[OURS].seconds)
     rows: list[Row] = []
     for name, times in found.items():
@@ -293,7 +308,8 @@ def summarize(found: dict[str, Times], work: Workload) -> list[Row]:
         row["equal_answers"] = sum(
             a == b for a, b in zip(times.answers, found[OURS].answers, strict=True)
         )
-        if name != OURS:
+        row["checked"] = checks[name].passed
+        if name != OURS and row["checked"] and checks[OURS].passed:
             row["ratio"] = seconds / ours
             row["target"] = TARGETS.get(name)
         rows.append(row)
@@ -329,7 +345,12 @@ def parse_arguments() -> argparse.Namespace:
     add("--threads", type=int, default=2, help="threads of torch")
     add("--vllm", type=Path, metavar="PYTHON", help="interpreter of an environment with vLLM")
     add("--output", type=Path, metavar="FILE", help="JSON file")
-    return parser.parse_args()
+    add("--smoke", action="store_true", help="a small model and few requests, as a check")
+    asked = parser.parse_args()
+    if asked.smoke:
+        asked.size, asked.requests, asked.repeats, asked.threads = "toy", 8, 1, 1
+        asked.input, asked.generated = (4, 12), (4, 8)
+    return asked
 
 
 def choose_peers(asked: argparse.Namespace) -> list[str]:
@@ -385,7 +406,8 @@ def compare(asked: argparse.Namespace) -> None:
                 with batch_manager(theirs, work) as run:
                     measure(f"{name} (warm-up)", run, warm_up, Times(), [])
                     measure(name, run, work, found[name], found[OURS].answers)
-    rows = summarize(found, work)
+        checks = check_engines(found, work, theirs)
+    rows = summarize(found, work, checks)
     print_ratios(rows)
     if asked.output is not None:
         text = json.dumps({**facts, "results": rows}, indent=1)

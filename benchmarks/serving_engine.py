@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from serving_bound import Bound
+from right_step import TwinWeights, load_parallel
+from right_tokens import NEW_TOKENS, NUM_PROMPTS, PROMPT_TOKENS
+from serving_bound import Bound, draw_prompts
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
 
 from ranvier.config.engine import EngineConfig
@@ -21,6 +23,7 @@ from ranvier.infer.model_source import ModelSource
 from ranvier.infer.request import Request
 from ranvier.infer.sampling_params import SamplingParams
 from ranvier.models import MODEL_SIZES, Decoder, DecoderConfig
+from ranvier.parallel.parallel_model import get_parallel_model
 
 Row = dict[str, Any]
 SIZES: dict[str, DecoderConfig] = {
@@ -56,9 +59,11 @@ class Workload:
     """Tokens that prompts share, and those of each prompt alone."""
     skip: int = 16
     """First decode steps that are not timed."""
+    checked: tuple[int, int] = (PROMPT_TOKENS, NEW_TOKENS)
+    """Tokens in and out of the answers that are compared with the twin."""
 
 
-TOY_WORKLOAD = Workload((16, 12), (4, 64), 6, (8, 10, 40), (2, 32), (128, 64), 2)
+TOY_WORKLOAD = Workload((16, 8), (4, 64), 6, (8, 10, 40), (2, 32), (128, 64), 2, (6, 5))
 
 
 @dataclass(frozen=True)
@@ -88,6 +93,8 @@ class Setup:
     """Whether the compiler of the plain loop searches parameters of kernels."""
     nano_vllm: Path | None
     smoke: bool
+    answers: dict[str, list[list[int]]] = field(default_factory=dict)
+    """Greedy tokens of each contestant for the prompts that are checked."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -95,14 +102,31 @@ class Setup:
         return torch.bfloat16 if self.device.type == "cuda" else torch.float32
 
     def build_model(self) -> Decoder:
-        """Returns our model with seeded random weights."""
-        plan = Plan(
-            data=1,
-            compile="on" if self.device.type == "cuda" else "off",
-            compile_errors="raise",
-        )
+        """Returns our model with the weights of the twin."""
+        plan = Plan(data=1, compile="on" if self.device.type == "cuda" else "off")
         source = ShapeSource(Path(), "random", size=self.size, shape=self.config)
-        return source.load(Grid({}), self.device, plan, self.dtype)
+        model = source.load(Grid({}), self.device, plan, self.dtype)
+        load_parallel(get_parallel_model(model), TwinWeights(self.config, self.device))
+        return model
+
+    def checked_prompts(self) -> list[list[int]]:
+        """Returns the prompts of which all contestants generate greedy tokens."""
+        return draw_prompts([self.work.checked[0]] * NUM_PROMPTS, self.config.vocab, 2026)
+
+    def answer(self, model: Decoder) -> list[list[int]]:
+        """Returns the greedy tokens of our engine."""
+        prompt_tokens, new_tokens = self.work.checked
+        requests = make_requests(self.checked_prompts(), [new_tokens] * NUM_PROMPTS, name="check")
+        tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
+        length = prompt_tokens + new_tokens
+        case = {"max_num_seqs": NUM_PROMPTS, "max_model_len": length}
+        with self.open_engine(model, num_tokens=NUM_PROMPTS * length, **case) as engine:
+            for request in requests:
+                engine.add(request)
+            while engine.has_unfinished:
+                for output in engine.step():
+                    tokens[output.request_id] += output.token_ids
+        return list(tokens.values())
 
     @contextmanager
     def open_engine(self, model: Decoder, *, num_tokens: int, **case: Any) -> Iterator[Engine]:

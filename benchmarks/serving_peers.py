@@ -12,10 +12,13 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from peers import LAYER_NAME, Location, load_model, same_name
+from right_step import TwinWeights
 from serving_bound import draw_prompts
 from torch import Tensor, nn
 
@@ -60,15 +63,15 @@ def median_seconds(work: Callable[[], object], device: torch.device, repeats: in
 def transformers_model(
     config: DecoderConfig, device: torch.device, dtype: torch.dtype
 ) -> Iterator[Any]:
-    """Context with a model of transformers with random weights."""
+    """Context with a model of transformers with the weights of the twin."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     logging.getLogger("transformers").setLevel(logging.ERROR)
     family, table = find_fitting_family(config)
-    torch.manual_seed(0)
     with torch.device(device):
         made = AutoConfig.for_model(**{"model_type": family.model_type, **table})
         model = AutoModelForCausalLM.from_config(made, dtype=dtype, attn_implementation="sdpa")
+    load_model(model, TwinWeights(config, device), same_name)
     # All tokens are generated, whatever they are.
     for one in (model.config, model.generation_config):
         one.eos_token_id = None
@@ -78,6 +81,42 @@ def transformers_model(
     finally:
         del model
         free_memory()
+
+
+def sequence_logits(model: Any, tokens: Sequence[int]) -> Tensor:
+    """Returns the logits `[s, v]` of a sequence."""
+    with torch.inference_mode():
+        ids = torch.tensor([tokens], device=model.device)
+        logits: Tensor = model(input_ids=ids, use_cache=False).logits[0]
+    return logits
+
+
+def static_cache_answers(
+    model: Any, prompts: Sequence[Sequence[int]], new_tokens: int
+) -> list[list[int]]:
+    """Returns the greedy tokens of transformers with a compiled static cache."""
+    tokens = torch.tensor(prompts, device=model.device)
+    with torch.inference_mode():
+        found = model.generate(
+            tokens,
+            attention_mask=torch.ones_like(tokens),
+            generation_config=static_cache_options(new_tokens),
+        )
+    answers: list[list[int]] = found[:, tokens.shape[1] :].tolist()
+    return answers
+
+
+def static_cache_options(new_tokens: int) -> Any:
+    """Returns the options of greedy decoding with a compiled static cache."""
+    from transformers import CompileConfig, GenerationConfig
+
+    return GenerationConfig(
+        max_new_tokens=new_tokens,
+        do_sample=False,
+        pad_token_id=0,
+        cache_implementation="static",
+        compile_config=CompileConfig(),
+    )
 
 
 class StepClock:
@@ -106,15 +145,9 @@ def static_cache_steps(
     Both are medians. The model is compiled with CUDA graphs (`reduce-overhead`). The first `skip`
     steps of each call are not timed, because they may capture again.
     """
-    from transformers import CompileConfig, GenerationConfig, LogitsProcessorList
+    from transformers import LogitsProcessorList
 
-    options = GenerationConfig(
-        max_new_tokens=new_tokens,
-        do_sample=False,
-        pad_token_id=0,
-        cache_implementation="static",
-        compile_config=CompileConfig(),
-    )
+    options = static_cache_options(new_tokens)
     tokens = torch.tensor(prompts, device=model.device)
     mask = torch.ones_like(tokens)
     steps = []
@@ -336,7 +369,50 @@ class PlainDecoder(nn.Module):
         return self.head(self.norm(x)).argmax(-1), position + 1
 
 
-def plain_loop_seconds(
+PLAIN_NAMES = {
+    "model.embed_tokens": "embed",
+    "model.norm": "norm",
+    "lm_head": "head",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "mlp_norm",
+    "self_attn.o_proj": "o",
+    "mlp.down_proj": "down",
+}
+
+
+def plain_location(config: DecoderConfig, name: str) -> Location:
+    """Returns where the plain loop has a tensor."""
+    module = name.removesuffix(".weight")
+    layer = LAYER_NAME.fullmatch(module)
+    if layer is None:
+        return Location(f"{PLAIN_NAMES[module]}.weight")
+    prefix, inner = f"layers.{layer[1]}", layer[2]
+    packed = packed_location(config, prefix, inner, "qkv", "gate_up")
+    return packed or Location(f"{prefix}.{PLAIN_NAMES[inner]}.weight")
+
+
+def _take_part(x: Tensor, sizes: list[int], number: int) -> Tensor:
+    return x.split(sizes)[number]
+
+
+def packed_location(
+    config: DecoderConfig, prefix: str, inner: str, qkv: str, gate_up: str
+) -> Location | None:
+    """Returns where a model has q, k and v, or gate and up, as rows of one matrix."""
+    widths = [n * config.head_dim for n in (config.heads, config.kv_heads, config.kv_heads)]
+    groups = {
+        qkv: (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), widths),
+        gate_up: (("mlp.gate_proj", "mlp.up_proj"), [config.mlp, config.mlp]),
+    }
+    for parameter, (members, sizes) in groups.items():
+        if inner in members:
+            number = members.index(inner)
+            split = partial(_take_part, sizes=sizes, number=number)
+            return Location(f"{prefix}.{parameter}.weight", split)
+    return None
+
+
+def plain_loop(
     config: DecoderConfig,
     device: torch.device,
     dtype: torch.dtype,
@@ -345,14 +421,18 @@ def plain_loop_seconds(
     new_tokens: int,
     repeats: int,
     tunes: bool,
-) -> float:
-    """Returns the seconds of a step of a compiled loop at batch 1, the median of some runs.
+    prompts: Sequence[Sequence[int]],
+    answer_tokens: int,
+) -> tuple[float, list[list[int]]]:
+    """Returns the seconds of a step of a compiled loop at batch 1, and its answers to prompts.
 
-    tunes: search the parameters of the compiler's kernels, as gpt-fast does.
+    The seconds are the median of some runs. tunes: search the parameters of the compiler's kernels,
+    as gpt-fast does.
     """
-    torch.manual_seed(0)
+    length = max(prompt_tokens + new_tokens, len(prompts[0]) + answer_tokens)
     with torch.device(device):
-        model = PlainDecoder(config, prompt_tokens + new_tokens, dtype)
+        model = PlainDecoder(config, length, dtype)
+    load_model(model, TwinWeights(config, device), partial(plain_location, config))
     step: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = model
     if device.type == "cuda":
         step = torch.compile(
@@ -372,4 +452,14 @@ def plain_loop_seconds(
             for _ in range(new_tokens):
                 tokens, places = (x.clone() for x in step(tokens, places))
 
-        return median_seconds(work, device, repeats) / new_tokens
+        seconds = median_seconds(work, device, repeats) / new_tokens
+        answers = []
+        for prompt in prompts:
+            generated = list(prompt)
+            for i in range(len(prompt) + answer_tokens - 1):
+                token = torch.tensor([generated[i]], device=device)
+                following, _ = step(token, torch.tensor([i], device=device))
+                if i >= len(prompt) - 1:
+                    generated.append(int(following))
+            answers.append(generated[len(prompt) :])
+    return seconds, answers

@@ -1,7 +1,8 @@
 """The picture of the README, docs/images/overview.svg: the grid, and measured ratios.
 
 Usage: python scripts/picture.py [--check]
-Ratios are read from benchmarks/data. --check writes nothing and returns 1 if the picture is stale.
+Ratios are read from the rows of benchmarks/data whose contestants were checked. --check writes
+nothing and returns 1 if the picture is stale.
 """
 
 from __future__ import annotations
@@ -51,12 +52,18 @@ BARS = (
 """Label, file, how the values of a row begin, and the column of a ratio. The first row counts."""
 
 
-def read_ratio(name: str, wanted: Mapping[str, str], column: str) -> float:
-    """Returns the ratio in the first row that matches and has one."""
+def read_ratio(name: str, wanted: Mapping[str, str], column: str) -> float | None:
+    """Returns the ratio in the first checked row that matches and has one; None if none is."""
+    was_found = False
     with (ROOT / "benchmarks" / "data" / name).open(encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
             if row[column] and all(row[key].startswith(text) for key, text in wanted.items()):
-                return float(row[column])
+                # A table of one model's sizes compares no contestants.
+                if row.get("checked", "yes") == "yes":
+                    return float(row[column])
+                was_found = True
+    if was_found:
+        return None
     raise ValueError(f"{name} has no row with {wanted} and a value of {column}.")
 
 
@@ -94,9 +101,13 @@ def draw_grid() -> Iterator[str]:
 def draw_bars() -> Iterator[str]:
     """Yields one bar per ratio, and a line at 1."""
     yield text(400, 40, "Measured on one H200, other = 1", "title")
-    for number, (label, name, wanted, column) in enumerate(BARS):
-        ratio = read_ratio(name, wanted, column)
+    ratios = [(label, column, read_ratio(name, rows, column)) for label, name, rows, column in BARS]
+    number = 0
+    for label, column, ratio in ratios:
+        if ratio is None:
+            continue
         y = 62 + BAR_STEP * number
+        number += 1
         width = BAR_SCALE * ratio
         yield text(BAR_LEFT - 12, y + 15, label, "ink", "end")
         colour = "c2" if column == "times_plain" else "c0"
@@ -104,7 +115,7 @@ def draw_bars() -> Iterator[str]:
         yield f'{bar} class="{colour}"/>'
         yield text(BAR_LEFT + width + 8, y + 15, f"{ratio:.2f}x", "ink bold")
     x = BAR_LEFT + BAR_SCALE
-    bottom = 62 + BAR_STEP * len(BARS)
+    bottom = 62 + BAR_STEP * number
     yield f'<line x1="{x}" y1="54" x2="{x}" y2="{bottom - 4}" class="one"/>'
     yield text(400, 314, "Conditions, commands and raw rows: docs/benchmarks", "muted")
 

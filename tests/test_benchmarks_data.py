@@ -55,5 +55,51 @@ def test_problems_are_found(tmp_path: Path) -> None:
     assert find_problems(path) == ["no rows"]
 
 
+RATIO = re.compile(r"\*\*(\d+\.\d+)x\*\*")
+
+
+def checked_ratios(path: Path) -> set[float] | None:
+    """Ratios of rows whose contestants were checked; None if the file compares none."""
+    with path.open(encoding="utf-8", newline="") as file:
+        rows = [*csv.DictReader(file)]
+    if "checked" not in rows[0]:
+        return None
+    cells = (row[key] for row in rows if row["checked"] == "yes" for key in row if "speedup" in key)
+    return {float(cell) for cell in cells if cell}
+
+
+def find_unchecked_ratios(text: str, folder: Path) -> list[str]:
+    """Ratios of a table that are not those of checked rows of the CSV file that their row links."""
+    problems = []
+    for line in text.splitlines():
+        for link in LINK.findall(line):
+            known = checked_ratios((folder / link).resolve())
+            quoted = [cell for cell in RATIO.findall(line) if known is not None]
+            # As many digits as are quoted.
+            problems += [
+                f"{cell}x ({link})"
+                for cell in quoted
+                if not any(
+                    f"{ratio:.{len(cell.partition('.')[2])}f}" == cell for ratio in known or ()
+                )
+            ]
+    return problems
+
+
+def test_the_readme_quotes_only_checked_ratios() -> None:
+    assert find_unchecked_ratios((ROOT / "README.md").read_text("utf-8"), ROOT) == []
+
+
+def test_unchecked_ratios_are_found(tmp_path: Path) -> None:
+    folder = tmp_path / "benchmarks" / "data"
+    folder.mkdir(parents=True)
+    (folder / "rows.csv").write_text("peer,speedup,checked\na,1.062,yes\nb,1.31,\n")
+    text = "| **{}x** the peer | [CSV](benchmarks/data/rows.csv) |"
+    assert find_unchecked_ratios(text.format("1.06"), tmp_path) == []
+    assert find_unchecked_ratios(text.format("1.31"), tmp_path) == [
+        "1.31x (benchmarks/data/rows.csv)"
+    ]
+
+
 def test_the_picture_has_the_ratios_of_the_data() -> None:
     assert picture.main(["--check"]) == 0, "Run: python scripts/picture.py"

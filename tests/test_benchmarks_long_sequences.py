@@ -17,7 +17,7 @@ SETTINGS = ("plan.token_chunk=256", "plan.recompute=full", "memory.activation_of
 @pytest.mark.parametrize("option", ["--steps=1", "--stop-after-last-block"])
 def test_a_tiny_model_takes_a_step(tmp_path: Path, option: str) -> None:
     file = tmp_path / "found.json"
-    words = [sys.executable, str(SCRIPT), "--tiny", "--seq=1024", f"--json={file}", option]
+    words = [sys.executable, str(SCRIPT), "--smoke", "--seq=1024", f"--json={file}", option]
     words += [f"--set={word}" for word in (*SETTINGS, "memory.device_limit_gib=1.0")]
     shown = subprocess.run(words, check=True, capture_output=True, text=True, timeout=120).stdout
     found = json.loads(file.read_text())

@@ -33,7 +33,7 @@ def test_it_trains_both_and_tells_losses_and_loads(
     bench: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "seen.json"
-    assert bench.main(["--tiny", "--corpus", stored(tmp_path), "--json", str(out)]) == 0
+    assert bench.main(["--smoke", "--corpus", stored(tmp_path), "--json", str(out)]) == 0
     dense, mixture = json.loads(out.read_text())
     assert len(dense["losses"]) == len(mixture["losses"]) == 3 and dense["loads"] == []
     assert all(1.0 <= load <= 4.0 for step in mixture["loads"] for load in step)
