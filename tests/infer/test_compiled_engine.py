@@ -241,12 +241,12 @@ def test_a_step_that_cannot_be_captured_runs_without_a_graph(
     stream = SimpleNamespace(wait_stream=lambda other: None)
 
     @contextlib.contextmanager
-    def fail(graph: Any, pool: Any) -> Iterator[None]:
+    def fail(graph: Any, pool: Any, stream: Any) -> Iterator[None]:
         yield
         raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
 
     for name, stand_in in (
-        ("Stream", lambda: stream),
+        ("Stream", lambda device: stream),
         ("current_stream", lambda: stream),
         ("stream", lambda one: contextlib.nullcontext()),
         ("CUDAGraph", SimpleNamespace),

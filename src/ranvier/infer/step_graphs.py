@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -319,7 +319,7 @@ class StepGraphs:
         An error of the work itself is raised before the capture, in which nothing is executed.
         """
         # Compiles kernels and allocates what libraries need, outside of the graph.
-        stream = torch.cuda.Stream()
+        stream = _capture_stream(self._device)
         stream.wait_stream(torch.cuda.current_stream())
         kept = self._sampled_tokens.clone()
         with torch.cuda.stream(stream):
@@ -330,7 +330,7 @@ class StepGraphs:
         self._sampled_tokens.copy_(kept)
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, pool=self._pool):
+            with torch.cuda.graph(graph, pool=self._pool, stream=stream):
                 out = run()
         except torch.OutOfMemoryError:
             raise
@@ -338,6 +338,15 @@ class StepGraphs:
             self._fallback.handle("Steps of the engine", error)
             return None
         return graph, out
+
+
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """Returns the stream on which all graphs of a process are captured.
+
+    cuBLAS keeps a workspace for each stream that it has run on, also when an engine is closed.
+    """
+    return torch.cuda.Stream(device)
 
 
 def _num_fields(size: GraphSize) -> int:

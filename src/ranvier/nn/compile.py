@@ -18,6 +18,7 @@ is one operation of a graph (`nn.context_graph`), which records its communicatio
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -124,9 +125,14 @@ class CompiledBlocks:
         """Returns a graph that is traced in its first call."""
         # Dynamo caches graphs by code object. With a graph of another variant nothing would be
         # traced here, and the communication would not be recorded.
+        from torch._C._dynamo.eval_frame import reset_code
+
         own = FunctionType(_run_block_part.__code__.replace(), globals(), _run_block_part.__name__)
         compiled = torch.compile(own, fullgraph=True, dynamic=False, backend=self.backend)
-        return BlockGraph(compiled, is_inference)
+        graph = BlockGraph(compiled, is_inference)
+        # What dynamo stores in a code object refers to it, which the garbage collector cannot see.
+        weakref.finalize(graph, reset_code, own.__code__)
+        return graph
 
     def __call__(self, block: torch.nn.Module, name: str, kind: Recompute, *args: Any) -> Any:
         """Runs a block, compiled if possible."""
