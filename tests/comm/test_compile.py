@@ -35,6 +35,8 @@ def strict() -> None:
     """Warnings are errors here too, but for what the compiler uses that is going out of use."""
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"torch\.")
+    # scripts/other_torch.sh runs tests with newer versions.
+    warnings.filterwarnings("ignore", message=".*the newest version that Ranvier is tested with")
     # It stays so in this worker: later tests may multiply in bf16 on a CPU that cannot.
     warnings.filterwarnings("ignore", "mkldnn_matmul failed")
     with contextlib.suppress(ImportError):  # the compiler's progress bar: no lock of processes
