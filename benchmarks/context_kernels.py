@@ -114,9 +114,11 @@ class KeysInPlace:
         """Returns random numbers of the right size."""
         return self._result(x, x.shape[0] // self.size)
 
-    def all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Ready:
+    def all_to_all(
+        self, x: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
+    ) -> Ready:
         """Returns random numbers of the right size."""
-        return self._result(x, sum(receive))
+        return self._result(x, sum(receive_counts))
 
     def _result(self, x: Tensor, rows: int) -> Ready:
         key = (rows, *x.shape[1:], x.dtype)
@@ -161,9 +163,11 @@ class ThreadExchange:
         parts = [y.chunk(self.ranks.size)[self.index] for y in self.ranks.exchange(self.index, x)]
         return Ready(torch.stack(parts).sum(0))
 
-    def all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Ready:
+    def all_to_all(
+        self, x: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
+    ) -> Ready:
         """Sends rows to each rank."""
-        parts = self.ranks.exchange(self.index, x.split(list(send)))
+        parts = self.ranks.exchange(self.index, x.split(list(send_counts)))
         return Ready(torch.cat([part[self.index] for part in parts]))
 
 

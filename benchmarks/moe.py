@@ -394,8 +394,8 @@ CONTESTANTS: dict[str, Callable[[Task], Contestant]] = {
     "hf-compiled": transformers,
 }
 """How each contestant is made."""
-NEED_GPU = ("titan-block", "hf-compiled")
-"""Contestants that on a CPU would be the same as another."""
+NEED_GPU = ("titan", "titan-block", "hf-compiled")
+"""Contestants without a CPU path, or that would be the same as another there."""
 SHAPED: dict[str, Callable[[Shape], Mixed]] = {
     "hf": without_shared_expert,
     "hf-compiled": without_shared_expert,

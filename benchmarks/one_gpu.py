@@ -172,10 +172,16 @@ class Arena:
         """Runs all rounds; `after` is called after each one."""
         # First, while no contestant holds memory.
         for seat in (*self.ours, *self.peers):
-            self.reference.record(seat.rule)
-            if seat.computes_in_float8:
-                self.limits[seat.name], words = float8_limits(self.reference, seat.rule)
-                print(f"  {seat.name}: {words}", flush=True)
+            try:
+                self.reference.record(seat.rule)
+                if seat.computes_in_float8:
+                    self.limits[seat.name], words = float8_limits(self.reference, seat.rule)
+                    print(f"  {seat.name}: {words}", flush=True)
+            except torch.OutOfMemoryError:
+                seat.check = Check(seat.name, "", ("not checked: the twin does not fit",))
+                print(f"  {seat.check}", flush=True)
+                gc.collect()
+                torch.cuda.empty_cache()
         for peer in self.peers:
             if not self.alone:
                 self.attempt(peer, self.ready)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -255,3 +256,17 @@ def test_a_kernel_that_is_off_by_one_is_seen() -> None:
     assert not check_outputs("kernel", wrong, twin, 1e-2).passed
     assert not check_outputs("kernel", right[:, :, 1:], twin, 1e-2).passed
     assert not check_outputs("kernel", right * torch.nan, twin, 1e-2).passed
+
+
+def test_stand_ins_of_context_kernels_have_the_methods_of_the_package() -> None:
+    from context_kernels import KeysInPlace, Ready, ThreadExchange
+
+    from ranvier.nn.context_attention import Exchange, Pending
+
+    for protocol, stand_ins in ((Exchange, (KeysInPlace, ThreadExchange)), (Pending, (Ready,))):
+        methods = [name for name in vars(protocol) if not name.startswith("_")]
+        assert methods
+        for stand_in in stand_ins:
+            for name in methods:
+                expected = inspect.signature(getattr(protocol, name)).parameters
+                assert list(inspect.signature(getattr(stand_in, name)).parameters) == list(expected)
