@@ -578,15 +578,14 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
                     HEAD_DIM,
                     GROUP,
                 )
-                merged_rows += index * GROUP
+                row_index = index * GROUP + merged_rows
                 tl.store(
-                    merged + merged_rows[:, None] * HEAD_DIM + columns[None, :],
+                    merged + row_index[:, None] * HEAD_DIM + columns[None, :],
                     merged_y.to(merged.dtype.element_ty),
                     mask=is_merged,
                 )
                 if RETURNS_LSE:
-                    is_row = merged_rows < index * GROUP + GROUP
-                    tl.store(merged_lse + merged_rows, lse * LOG_2, mask=is_row)
+                    tl.store(merged_lse + row_index, lse * LOG_2, mask=merged_rows < GROUP)
 
 
 @dataclass(frozen=True, eq=False)
