@@ -53,7 +53,7 @@ MIN_ROWS = 16
 """Minimum number of rows of a product of tensor cores."""
 MAX_SEQUENCES_AT_ONCE = 256
 """Sequences whose lengths a program of the decode kernel reads at once."""
-MERGED_PARTS = tl.constexpr(16)  # that are loaded at once
+MERGED_PARTS = tl.constexpr(8)  # that are loaded at once
 LOG2_E = tl.constexpr(1.4426950408889634)
 LOG_2 = tl.constexpr(0.6931471805599453)
 
@@ -509,9 +509,9 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
         is_stored = stored < num_sequences * num_kv_heads
         stored_sequence = stored // num_kv_heads
         stored_head = stored % num_kv_heads
+        table = tl.load(table_rows + stored_sequence, mask=is_stored, other=0).to(tl.int64)
         last_key = tl.load(seq_lens + stored_sequence, mask=is_stored, other=0).to(tl.int32) - 1
         is_stored &= last_key >= 0
-        table = tl.load(table_rows + stored_sequence, mask=is_stored, other=0).to(tl.int64)
         table = block_table + table * table_stride + last_key // BLOCK_SIZE
         stored_at = tl.load(table, mask=is_stored, other=0).to(tl.int64) * block_stride
         stored_at += stored_head * kv_head_stride + last_key % BLOCK_SIZE * slot_stride
@@ -628,7 +628,7 @@ def choose_decode_tiling(head_dim: int, itemsize: int, shared_memory: int) -> De
     """
     columns = max(16, triton.next_power_of_2(head_dim))
     if itemsize == 4:
-        keys, num_programs, num_warps, max_registers = 32, 1, 4, None
+        keys, num_programs, num_warps, max_registers = (32 if columns <= 128 else 16), 1, 4, None
     elif columns > 128:
         keys, num_programs, num_warps, max_registers = 64, 1, 8, None
     elif columns > 64:
