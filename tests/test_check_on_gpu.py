@@ -237,7 +237,8 @@ def test_breaks_apply_and_have_parts(tmp_path: Path) -> None:
 
 def test_what_differs_needs_no_torch() -> None:
     code = (
-        "import sys, gpu_check; assert gpu_check.main(['--differing']) == 0; "
+        f"import sys; sys.path.insert(0, {str(ROOT / 'scripts')!r}); import gpu_check; "
+        "assert gpu_check.main(['--differing']) == 0; "
         "assert not {'torch', 'ranvier', 'numpy'} & {*sys.modules}"
     )
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT / "scripts", check=True)
+    subprocess.run([sys.executable, "-c", code], check=True)

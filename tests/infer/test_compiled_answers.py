@@ -140,8 +140,8 @@ def generate(name: str, backend: str) -> list[tuple[str, int, float]]:
             for output in engine.step():
                 pairs = zip(output.token_ids, output.logprobs, strict=True)
                 answers += [(output.request_id, token, score.logprob) for token, score in pairs]
-    blocks = get_parallel_model(model).compiled_blocks
-    assert (blocks is not None and len(blocks.graph_events) > 0) == bool(backend)
+        blocks = get_parallel_model(model).compiled_blocks
+        assert (blocks is not None and len(blocks.graphs) > 0) == bool(backend)
     return sorted(answers)
 
 

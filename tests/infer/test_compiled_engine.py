@@ -139,6 +139,7 @@ def count_graphs() -> int:
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
+@pytest.mark.full
 def test_many_engines_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither engines of one model, nor variants of its blocks, add to one limit of dynamo."""
     monkeypatch.setattr("ranvier.nn.compile.RECOMPILE_LIMIT", 8)
@@ -158,6 +159,7 @@ def test_many_engines_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     assert count_graphs() - before >= 15, "each engine compiles: its cache has another size"
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("captures")
 def test_a_step_of_every_class_has_few_graphs() -> None:
     """Sizes are dynamic: classes of steps differ in whether they decode, and in one token."""
@@ -213,6 +215,7 @@ def failing_backend(graph: Any, inputs: Any) -> Any:
     raise RuntimeError(f"no kernel in /home/user/cache/x.py of process 4711\n{graph}")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.usefixtures("captures")
 @pytest.mark.parametrize("graphs", ["off", "first_use"])
 @pytest.mark.parametrize("planted", ["trace", "backend"])
@@ -259,9 +262,9 @@ def test_a_step_that_cannot_be_captured_runs_without_a_graph(
     ):
         monkeypatch.setattr(torch.cuda, name, stand_in)
     for when in ("first_use", "startup"):
-        have, stats = serve(build("fallback"), cuda_graphs=when)
+        have, stats = serve(build("fallback", compiled=False), cuda_graphs=when)
         assert have == want
         assert "Steps of the engine run without a graph" in stats.compile_failure
         assert capsys.readouterr().err.count("without a graph") == 1
     with pytest.raises(RuntimeError, match="stream is capturing"):
-        serve(build("raise"), cuda_graphs="first_use")
+        serve(build("raise", compiled=False), cuda_graphs="first_use")

@@ -529,7 +529,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
             mask=stored_mask,
         )
     if NUM_SPLITS != 1:
-        # The first head of the range, and the last one if it goes on, have parts of other programs.
+        # The first head of the range, and the last one if it does not end there, may be shared.
         shared = tl.arange(0, 2)
         is_first = shared == 0
         shared_index = tl.where(
