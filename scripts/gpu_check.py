@@ -23,14 +23,11 @@ import argparse
 import contextlib
 import csv
 import datetime
-import fnmatch
-import hashlib
 import json
 import os
 import queue
 import shutil
 import signal
-import stat
 import subprocess
 import sys
 import tempfile
@@ -41,8 +38,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from source_hashes import SOURCE, source_hashes
+
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGE = ROOT / "src" / "ranvier"
 ROWS = ROOT / "benchmarks" / "data" / "gpu_checks.csv"
 WORKER_PROGRAM = ROOT / "scripts" / "gpu_check_parts.py"
 PAGE = ROOT / "docs" / "contributing" / "gpu-check.md"
@@ -56,91 +54,6 @@ START_LIMIT = 120.0
 """Seconds in which a worker has imported everything."""
 LOG_LINES = 25
 """Lines of a worker's output that are printed after a failure."""
-
-
-# ---- hashes --------------------------------------------------------------------------------------
-
-
-def ignored_patterns(root: Path = ROOT) -> list[str]:
-    """Returns the patterns of `.gitignore` without comments and anchored paths of other folders."""
-    path = root / ".gitignore"
-    lines = path.read_text("utf-8").splitlines() if path.is_file() else []
-    patterns = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
-    return [
-        "__pycache__/",
-        *(one for one in patterns if not one.startswith("/") and "/" not in one[:-1]),
-    ]
-
-
-def is_ignored(path: Path, patterns: Sequence[str]) -> bool:
-    """Whether git ignores a file or folder, by its name."""
-    is_folder = path.is_dir() and not path.is_symlink()
-    for pattern in patterns:
-        if (is_folder or not pattern.endswith("/")) and fnmatch.fnmatchcase(
-            path.name, pattern.rstrip("/")
-        ):
-            return True
-    return False
-
-
-def git_hash(path: Path, patterns: Sequence[str] = ()) -> str:
-    """Returns the hash that git gives a file (a blob) or a folder (a tree), 40 digits."""
-    return _hash_object(path, patterns or ignored_patterns()).hex()
-
-
-def _hash_object(path: Path, patterns: Sequence[str]) -> bytes:
-    if path.is_symlink():
-        return _hash_bytes("blob", os.fsencode(os.readlink(path)))
-    if not path.is_dir():
-        return _hash_bytes("blob", path.read_bytes())
-    entries = []
-    for child in path.iterdir():
-        if is_ignored(child, patterns):
-            continue
-        mode = _git_mode(child)
-        # Git has no empty folders.
-        if mode == b"40000" and not _has_files(child, patterns):
-            continue
-        # Git sorts folders as if their names ended with a slash.
-        name = os.fsencode(child.name)
-        entries.append((name + b"/" * (mode == b"40000"), mode, name, child))
-    content = b"".join(
-        mode + b" " + name + b"\0" + _hash_object(child, patterns)
-        for _, mode, name, child in sorted(entries)
-    )
-    return _hash_bytes("tree", content)
-
-
-def _hash_bytes(kind: str, content: bytes) -> bytes:
-    header = f"{kind} {len(content)}\0".encode()
-    return hashlib.sha1(header + content, usedforsecurity=False).digest()
-
-
-def _git_mode(path: Path) -> bytes:
-    mode = path.lstat().st_mode
-    if stat.S_ISLNK(mode):
-        return b"120000"
-    if stat.S_ISDIR(mode):
-        return b"40000"
-    return b"100755" if mode & stat.S_IXUSR else b"100644"
-
-
-def _has_files(folder: Path, patterns: Sequence[str]) -> bool:
-    children = [child for child in folder.iterdir() if not is_ignored(child, patterns)]
-    return any(
-        child.is_symlink() or not child.is_dir() or _has_files(child, patterns)
-        for child in children
-    )
-
-
-def package_hashes(package: Path = PACKAGE) -> dict[str, str]:
-    """Returns the hash of each folder of the package and of each file directly in it, by name."""
-    patterns = ignored_patterns(package.parents[1])
-    return {
-        child.name: git_hash(child, patterns)
-        for child in sorted(package.iterdir())
-        if not is_ignored(child, patterns) and (not child.is_dir() or _has_files(child, patterns))
-    }
 
 
 # ---- rows ----------------------------------------------------------------------------------------
@@ -171,16 +84,16 @@ def parse_pairs(text: str) -> dict[str, str]:
     return dict(pair.split("=", 1) for pair in text.split())
 
 
-def find_differing(path: Path = ROWS, package: Path = PACKAGE) -> list[str]:
+def find_differing(path: Path = ROWS, package: Path = SOURCE) -> list[str]:
     """Returns the folders and files of the package that differ from those of the last row."""
     checked = parse_pairs(read_last_row(path).get("hashes", ""))
-    present = package_hashes(package)
+    present = source_hashes(package)
     return sorted(
         name for name in checked.keys() | present.keys() if checked.get(name) != present.get(name)
     )
 
 
-def describe_differing(path: Path = ROWS, package: Path = PACKAGE) -> str:
+def describe_differing(path: Path = ROWS, package: Path = SOURCE) -> str:
     """Returns which folders have changed since the last check, as a line."""
     row = read_last_row(path)
     if not row:
@@ -501,7 +414,7 @@ class Run:
             f"{one.part}={'failed' if one.failures else f'{one.worst:.2g}'}:{one.seconds:.1f}"
             for one in sorted(ran, key=lambda result: result.part)
         ]
-        hashes = [f"{name}={value}" for name, value in package_hashes().items()]
+        hashes = [f"{name}={value}" for name, value in source_hashes().items()]
         return {
             "date": now.strftime("%Y-%m-%dT%H:%M:%SZ"),
             **self.versions,

@@ -11,9 +11,11 @@ rev-parse COMMIT:src/ranvier/NAME` if the files are those of the commit:
 
 from __future__ import annotations
 
+import fnmatch
 import hashlib
 import os
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "ranvier"
@@ -23,25 +25,42 @@ LINK_MODE = b"120000"
 TREE_MODE = b"40000"
 
 
-def source_hashes(folder: Path) -> dict[str, str]:
-    """Returns the git hash, 40 hex digits, of each folder of and file in a folder, by name.
+def source_hashes(folder: Path = SOURCE) -> dict[str, str]:
+    """Returns the git hash, 40 hex digits, of each folder of and file in a package, by name.
 
-    Ignored are `__pycache__`, compiled Python files and folders without any other file.
+    Ignored are compiled Python files, folders without any other file, and names in the .gitignore
+    of the repository, whose `src` has the package.
     """
-    return {name.decode(): digest.hex() for name, _, digest in _entries(folder)}
+    patterns = ["__pycache__/", "*.pyc", *_ignored_names(folder.parents[1] / ".gitignore")]
+    return {name.decode(): digest.hex() for name, _, digest in _entries(folder, patterns)}
 
 
-def _entries(folder: Path) -> list[tuple[bytes, bytes, bytes]]:
+def _ignored_names(gitignore: Path) -> list[str]:
+    """Returns the patterns that hold in all folders: those without a slash, but at the end."""
+    lines = gitignore.read_text("utf-8").splitlines() if gitignore.is_file() else []
+    return [line for line in lines if line and line[0] != "#" and "/" not in line[:-1]]
+
+
+def _is_ignored(path: Path, patterns: Sequence[str]) -> bool:
+    is_folder = path.is_dir() and not path.is_symlink()
+    return any(
+        (is_folder or not pattern.endswith("/"))
+        and fnmatch.fnmatchcase(path.name, pattern.rstrip("/"))
+        for pattern in patterns
+    )
+
+
+def _entries(folder: Path, patterns: Sequence[str]) -> list[tuple[bytes, bytes, bytes]]:
     """Returns name, mode and hash of each entry, in the order of git."""
     entries = []
     for path in folder.iterdir():
-        if path.name == "__pycache__" or path.suffix == ".pyc":
+        if _is_ignored(path, patterns):
             continue
         name = os.fsencode(path.name)
         if path.is_symlink():
             entries.append((name, LINK_MODE, _digest(b"blob", os.fsencode(path.readlink()))))
         elif path.is_dir():
-            inner = _entries(path)
+            inner = _entries(path, patterns)
             # Git has no empty folders.
             if inner:
                 content = b"".join(
@@ -62,5 +81,5 @@ def _digest(kind: bytes, content: bytes) -> bytes:
 
 
 if __name__ == "__main__":
-    for name, digest in source_hashes(SOURCE).items():
+    for name, digest in source_hashes().items():
         print(digest, name)

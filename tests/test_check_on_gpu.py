@@ -88,14 +88,14 @@ def clone(tmp_path: Path) -> Iterator[Path]:
 def test_hashes_are_those_of_git(clone: Path) -> None:
     package = clone / "src" / "ranvier"
     names = git(clone, "ls-tree", "--name-only", "HEAD:src/ranvier").splitlines()
-    found = gpu_check.package_hashes(package)
+    found = gpu_check.source_hashes(package)
     assert sorted(found) == sorted(names) and "odd" in names
     wanted = git(clone, "rev-parse", *(f"HEAD:src/ranvier/{name}" for name in found))
     assert list(found.values()) == wanted.splitlines()
     assert all(len(value) == 40 for value in found.values())
     # The control: each of these is a part of a hash.
     (package / "odd" / "run.sh").chmod(0o644)
-    assert gpu_check.package_hashes(package)["odd"] != found["odd"]
+    assert gpu_check.source_hashes(package)["odd"] != found["odd"]
 
 
 def test_rows_are_read_again_and_name_what_differs(clone: Path, tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_rows_are_read_again_and_name_what_differs(clone: Path, tmp_path: Path) 
     run.versions |= {"python": "3.12", "transformers": "5"}
     run.results = [gpu_check.PartResult("serve", 3.0, 0.25, "loss: 1e-3 of 4e-3")]
     for _ in range(2):
-        hashes = gpu_check.package_hashes(package)
+        hashes = gpu_check.source_hashes(package)
         packed = " ".join(f"{name}={value}" for name, value in hashes.items())
         gpu_check.append_row(table, {**run.row(7.0), "hashes": packed})
     assert len(table.read_text().splitlines()) == 3
