@@ -109,7 +109,8 @@ LEAST = {("balanced", 2): 0.97, ("balanced", 4): 0.97, ("jitter", 2): 1.0, ("jit
 def settings() -> argparse.Namespace:
     """Parses the command line."""
     parser = ScriptParser(
-        __doc__, smoke="--quick --ranks 2 --case balanced --json {folder}/rows.json"
+        __doc__,
+        smoke="--quick --repeat 2 --ranks 2 --case balanced --json {folder}/rows.json",
     )
     add = parser.add_argument
     add("--ranks", type=int, action="append", choices=(2, 4), help="default: 2 and 4")
@@ -130,7 +131,8 @@ def settings() -> argparse.Namespace:
     asked.ranks, asked.case = asked.ranks or [2, 4], asked.case or [*CASES]
     asked.micros = asked.micros or ([4] if asked.quick else [8, 16])
     if asked.quick:
-        asked.repeat, asked.ms, asked.rows, asked.width = 3, 4.0, 32, 256
+        asked.ms, asked.rows, asked.width = 4.0, 32, 256
+        asked.repeat = min(asked.repeat, 3)
     return asked
 
 
