@@ -258,7 +258,7 @@ def run_size(setup: Setup, cases: Mapping[str, Case], wanted: Sequence[str], out
     ours = {name: case.ours for name, case in cases.items() if case.ours is not None}
     if ours:
         model = setup.build_model()
-        setup.answers[OURS] = setup.answer(model)
+        setup.answers[OURS] = setup.answer_alone(model)
         for name, measure_ours in ours.items():
             out.measure(name, setup.size, OURS, partial(measure_ours, setup, model))
             peers.free_memory(forgets_compiled=False)

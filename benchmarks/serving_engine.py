@@ -33,6 +33,11 @@ SIZES: dict[str, DecoderConfig] = {
         layers=16, embed=2048, heads=32, kv_heads=8, head_dim=64, mlp=8192, vocab=128256,
         max_seq=4096, rope_theta=500000.0,
     ),
+    # Heads, width and vocabulary that are not powers of two.
+    "2.8b": DecoderConfig(
+        layers=20, embed=3072, heads=24, kv_heads=6, head_dim=128, mlp=9216, vocab=100003,
+        max_seq=8192, rope_theta=500000.0,
+    ),
 }  # fmt: skip
 TOY = DecoderConfig(
     layers=2, embed=64, heads=4, kv_heads=2, head_dim=16, mlp=96, vocab=257, max_seq=512
@@ -113,20 +118,24 @@ class Setup:
         """Returns the prompts of which all contestants generate greedy tokens."""
         return draw_prompts([self.work.checked[0]] * NUM_PROMPTS, self.config.vocab, 2026)
 
-    def answer(self, model: Decoder) -> list[list[int]]:
+    def answer(self, engine: Engine) -> list[list[int]]:
         """Returns the greedy tokens of our engine."""
-        prompt_tokens, new_tokens = self.work.checked
+        new_tokens = self.work.checked[1]
         requests = make_requests(self.checked_prompts(), [new_tokens] * NUM_PROMPTS, name="check")
         tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
-        length = prompt_tokens + new_tokens
+        for request in requests:
+            engine.add(request)
+        while engine.has_unfinished:
+            for output in engine.step():
+                tokens[output.request_id] += output.token_ids
+        return list(tokens.values())
+
+    def answer_alone(self, model: Decoder) -> list[list[int]]:
+        """Returns the greedy tokens of an engine that has no other requests."""
+        length = sum(self.work.checked)
         case = {"max_num_seqs": NUM_PROMPTS, "max_model_len": length}
         with self.open_engine(model, num_tokens=NUM_PROMPTS * length, **case) as engine:
-            for request in requests:
-                engine.add(request)
-            while engine.has_unfinished:
-                for output in engine.step():
-                    tokens[output.request_id] += output.token_ids
-        return list(tokens.values())
+            return self.answer(engine)
 
     @contextmanager
     def open_engine(self, model: Decoder, *, num_tokens: int, **case: Any) -> Iterator[Engine]:

@@ -31,8 +31,16 @@ def source_hashes(folder: Path = SOURCE) -> dict[str, str]:
     Ignored are compiled Python files, folders without any other file, and names in the .gitignore
     of the repository, whose `src` has the package.
     """
-    patterns = ["__pycache__/", "*.pyc", *_ignored_names(folder.parents[1] / ".gitignore")]
-    return {name.decode(): digest.hex() for name, _, digest in _entries(folder, patterns)}
+    return {name.decode(): digest.hex() for name, _, digest in _entries(folder, _patterns(folder))}
+
+
+def tree_hash(folder: Path = SOURCE) -> str:
+    """Returns the git hash of a package, 40 hex digits, with the same files."""
+    return _tree_digest(_entries(folder, _patterns(folder))).hex()
+
+
+def _patterns(folder: Path) -> list[str]:
+    return ["__pycache__/", "*.pyc", *_ignored_names(folder.parents[1] / ".gitignore")]
 
 
 def _ignored_names(gitignore: Path) -> list[str]:
@@ -63,16 +71,18 @@ def _entries(folder: Path, patterns: Sequence[str]) -> list[tuple[bytes, bytes, 
             inner = _entries(path, patterns)
             # Git has no empty folders.
             if inner:
-                content = b"".join(
-                    mode + b" " + inner_name + b"\0" + digest for inner_name, mode, digest in inner
-                )
-                entries.append((name, TREE_MODE, _digest(b"tree", content)))
+                entries.append((name, TREE_MODE, _tree_digest(inner)))
         else:
             is_executable = path.stat().st_mode & stat.S_IXUSR
             mode = EXECUTABLE_MODE if is_executable else FILE_MODE
             entries.append((name, mode, _digest(b"blob", path.read_bytes())))
     # Git sorts a folder as if its name ended with a slash.
     return sorted(entries, key=lambda entry: entry[0] + b"/" * (entry[1] == TREE_MODE))
+
+
+def _tree_digest(entries: Sequence[tuple[bytes, bytes, bytes]]) -> bytes:
+    content = b"".join(mode + b" " + name + b"\0" + digest for name, mode, digest in entries)
+    return _digest(b"tree", content)
 
 
 def _digest(kind: bytes, content: bytes) -> bytes:
