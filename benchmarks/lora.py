@@ -186,7 +186,7 @@ def main() -> None:
     }
     contestants, memory, checks = {}, {}, list[Check | None]()
     run = run_of(shape, words.batch, ours, device.type)
-    reference = task.reference(AdapterConfig(rank=words.rank))
+    reference = task.reference(AdapterConfig(rank=words.rank), dtype=torch.bfloat16)
     # First, while no contestant holds memory.
     for rule in () if words.dora else (rule_of_run(run, task.lr), UpdateRule(task.lr)):
         reference.record(rule)

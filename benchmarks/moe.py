@@ -548,7 +548,9 @@ def play(name: str, task: Task, asked: Any, names: Sequence[str]) -> dict[str, A
     references: dict[Mixed, Reference] = {}
     for title, one in turns:
         own_shape = shape_of(one, task)
-        reference = references.setdefault(own_shape, replace(task, shape=own_shape).reference())
+        reference = references.setdefault(
+            own_shape, replace(task, shape=own_shape).reference(dtype=torch.bfloat16)
+        )
         rows[title] = tried(title, made[one], task, reference, asked)
         ours_row = None if title.startswith("ranvier") else rows.get("ranvier")
         print(line(title, rows[title], ours_row), flush=True)

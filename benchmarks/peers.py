@@ -29,6 +29,7 @@ import torch
 import torch.nn.functional as F
 from right_step import (
     CheckedContestant,
+    InitialStates,
     NamedTensors,
     Reference,
     TwinWeights,
@@ -54,6 +55,9 @@ RATE = 1e-4
 """Learning rate of all contestants."""
 BATCHES = 4
 """Number of different batches; step i uses batch i modulo this number."""
+CHECKED_SAMPLES = 2
+"""Number of different samples of the first batch, whose steps are checked. A twin in fp32 computes
+for minutes on all samples of a large batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,12 +127,15 @@ class Task:
         source = torch.Generator(device).manual_seed(0)
         size = (BATCHES, batch, shape.max_seq + 1)
         ids = torch.randint(0, shape.vocab, size, device=device, generator=source)
+        ids[0] = ids[0, torch.arange(batch, device=device) % CHECKED_SAMPLES]
         pairs = [(one[:, :-1].contiguous(), one[:, 1:].contiguous()) for one in ids]
         return cls(shape, batch, device, pairs, clip, lr)
 
-    def reference(self, lora: AdapterConfig | None = None) -> Reference:
-        """Returns the plain twin of the task."""
-        weights = TwinWeights(self.shape, self.device, lora or AdapterConfig())
+    def reference(
+        self, lora: AdapterConfig | None = None, *, dtype: torch.dtype = torch.float32
+    ) -> Reference:
+        """Returns the plain twin of the task. dtype: of the weights of contestants."""
+        weights = TwinWeights(self.shape, self.device, lora or AdapterConfig(), dtype=dtype)
         return Reference(weights, self.load_batch(0))
 
     def load_batch(self, i: int) -> Batch:
@@ -220,6 +227,8 @@ class Ours:
         """Loads the weights of the twin, and shows gradients under its names from now on."""
         parallel = self.trainer.state.parallel
         load_parallel(parallel, weights)
+        # Master weights have digits that working weights in bf16 have not.
+        self.trainer.state.optimizer.load_full_state(InitialStates(weights), steps=0)
 
         def show_gradients() -> None:
             if self.on_gradients is not None:

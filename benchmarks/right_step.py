@@ -2,7 +2,8 @@
 
 A plain twin (`ranvier.models.Decoder`: eager, in fp32, one sample at a time) and every contestant
 get the same seeded weights by their names in the format of Hugging Face. The contestant then takes
-its steps as they are timed, all on the first batch:
+its steps as they are timed, all on the first batch, in which samples may repeat, since the twin
+computes equal ones once:
 
     loss       of the first step, relative to the twin's: within 1 %
     gradients  each one's cosine to the twin's at least 0.99, and its norm within 3 %
@@ -82,13 +83,17 @@ class Piece:
 class TwinWeights(Mapping[str, Tensor]):
     """Seeded weights by Hugging Face name, drawn when they are read.
 
-    bf16 represents all values, so that contestants in any dtype start from the same ones.
+    dtype: represents all values but those of adapters, so that contestants whose weights have it
+        start from the same ones. It must not be narrower than the weights that are updated: if all
+        values were multiples of bf16's spacing, and computed with in bf16, rounding would change
+        every update in the same way.
     """
 
     config: DecoderConfig
     device: torch.device
     lora: AdapterConfig = field(default_factory=AdapterConfig)
     seed: int = SEED
+    dtype: torch.dtype = torch.bfloat16
 
     @cached_property
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -151,7 +156,7 @@ class TwinWeights(Mapping[str, Tensor]):
             x = x * shape[-1] ** -0.5
         if self.config.experts:
             self._separate_experts(name, x, generator)
-        return x.bfloat16().float()
+        return x if ".lora_" in name else x.to(self.dtype).float()
 
     def _separate_experts(self, name: str, x: Tensor, generator: torch.Generator) -> None:
         """Gives the E experts of a token E evenly spaced logits, in a random order.
@@ -194,6 +199,27 @@ class FullState(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self.weights.parameter_shapes)
+
+
+class InitialStates(Mapping[str, Tensor]):
+    """States of our optimizer before the first update: master weights, and moments of zero."""
+
+    def __init__(self, weights: TwinWeights) -> None:
+        self.weights = weights
+
+    def __getitem__(self, name: str) -> Tensor:
+        parameter, _, kind = name.rpartition(".")
+        if kind == "master":
+            return self.weights.parameter(parameter)
+        zero = torch.zeros((), device=self.weights.device)
+        return zero.expand(self.weights.parameter_shapes[parameter])
+
+    def __iter__(self) -> Iterator[str]:
+        kinds = ("master", "mean", "square")
+        return (f"{name}.{kind}" for name in self.weights.parameter_shapes for kind in kinds)
+
+    def __len__(self) -> int:
+        return 3 * len(self.weights.parameter_shapes)
 
 
 def load_parallel(parallel: ParallelModel, weights: TwinWeights) -> None:
@@ -289,8 +315,8 @@ class UpdateRule:
 class Twin:
     """The plain model with the seeded weights, in fp32 without TF32.
 
-    Samples go through it one by one and blocks are recomputed. A gradient is freed once it is
-    used, so that weights, two moments and one sample of a model of 8B fit on one device.
+    Samples go through it one by one, equal ones once, and blocks are recomputed, so that weights,
+    gradients, two moments and one sample of a model of 8B fit on one device.
     """
 
     def __init__(
@@ -300,13 +326,17 @@ class Twin:
         convert: Callable[[nn.Module], None] | None = None,
     ) -> None:
         self.weights = weights
-        self.batch = batch
+        self.samples = distinct_samples(batch)
+        self.num_targets = batch.count_targets()
         with torch.device(weights.device):
             self.model: nn.Module = build_decoder(weights.config, weights.lora)
-        self.parameters = dict(self.model.named_parameters())
+        parameters = dict(self.model.named_parameters())
         with torch.no_grad():
-            for name, parameter in self.parameters.items():
+            for name, parameter in parameters.items():
                 parameter.copy_(weights.parameter(name))
+        self.trained = {
+            name: parameter for name, parameter in parameters.items() if parameter.requires_grad
+        }
         if convert is not None:
             convert(self.model)
         for block in self.model.get_submodule("blocks").children():
@@ -315,85 +345,73 @@ class Twin:
     def loss(self) -> float:
         """Returns the mean loss of the batch."""
         with torch.no_grad(), full_precision():
-            return sum(self._sample_losses())
+            return sum(loss.item() for loss in self._sample_losses())
 
-    def backward(self, use: Callable[[str, nn.Parameter], None], scale: float = 1.0) -> float:
-        """Returns the mean loss; calls `use` with each parameter once its gradient is complete."""
-
-        def use_and_free(name: str, parameter: nn.Parameter) -> None:
-            use(name, parameter)
-            parameter.grad = None
-
+    def backward(self) -> float:
+        """Returns the mean loss of the batch, and leaves gradients in the parameters."""
         total = 0.0
         with full_precision():
-            for i, loss in enumerate(self._sample_tensors()):
-                handles = []
-                if i == len(self.batch.tokens) - 1:
-                    handles = [
-                        parameter.register_post_accumulate_grad_hook(partial(use_and_free, name))
-                        for name, parameter in self.parameters.items()
-                        if parameter.requires_grad
-                    ]
-                (loss * scale).backward()
+            for loss in self._sample_losses():
+                loss.backward()  # type: ignore[no-untyped-call]
                 total += loss.item()
-                for handle in handles:
-                    handle.remove()
         return total
 
-    def _sample_tensors(self) -> Iterator[Tensor]:
-        count = self.batch.count_targets()
-        for i in range(len(self.batch.tokens)):
-            yield self.model(**self.batch.select(slice(i, i + 1)).model_inputs()) / count
-
-    def _sample_losses(self) -> Iterator[float]:
-        return (loss.item() for loss in self._sample_tensors())
+    def _sample_losses(self) -> Iterator[Tensor]:
+        """Yields the share of each distinct sample in the loss."""
+        for sample, count in self.samples:
+            yield self.model(**sample.model_inputs()) * (count / self.num_targets)
 
     def record(self, rule: UpdateRule) -> StepRecord:
         """Takes some updates on the batch."""
-        gradients: dict[str, GradientSummary] = {}
-        pieces: dict[str, list[str]] = {}
-        for name, piece in self.weights.pieces.items():
-            pieces.setdefault(piece.parameter, []).append(name)
-
-        def note(parameter_name: str, parameter: nn.Parameter) -> None:
-            assert parameter.grad is not None, parameter_name
-            for name in pieces[parameter_name]:
-                grad = self.weights.pieces[name].select(parameter.grad)
-                gradients[name] = GradientSummary.of(grad)
-
         optimizers = {
-            name: rule.optimizer_of(parameter)
-            for name, parameter in self.parameters.items()
-            if parameter.requires_grad
+            name: rule.optimizer_of(parameter) for name, parameter in self.trained.items()
         }
-
-        def update(name: str, parameter: nn.Parameter) -> None:
-            optimizers[name].step()
-            with torch.no_grad():
-                parameter.copy_(parameter.to(rule.dtype))
-
-        losses = [self.backward(note)]
+        gradients: dict[str, GradientSummary] = {}
+        losses = []
         for step in range(NUM_UPDATES):
-            scale = 1.0
+            losses.append(self.backward())
+            if step == 0:
+                gradients = self._summarize_gradients()
             if rule.max_grad_norm > 0.0:
-                norm = self._gradient_norm(gradients if step == 0 else None)
-                scale = min(1.0, rule.max_grad_norm / norm)
-            self.backward(update, scale)
-            losses.append(self.loss())
+                nn.utils.clip_grad_norm_(self.trained.values(), rule.max_grad_norm)
+            for name, parameter in self.trained.items():
+                optimizers[name].step()
+                parameter.grad = None
+                with torch.no_grad():
+                    parameter.copy_(parameter.to(rule.dtype))
+        losses.append(self.loss())
         return StepRecord(losses[0], gradients, losses[1:])
 
-    def _gradient_norm(self, known: Mapping[str, GradientSummary] | None) -> float:
-        """Returns the norm of all gradients; known: those of the current weights."""
-        if known is not None:
-            return math.sqrt(sum(summary.norm**2 for summary in known.values()))
-        squares: list[float] = []
+    def _summarize_gradients(self) -> dict[str, GradientSummary]:
+        summaries = {}
+        for name, piece in self.weights.pieces.items():
+            if piece.parameter in self.trained:
+                grad = self.trained[piece.parameter].grad
+                assert grad is not None, name
+                summaries[name] = GradientSummary.of(piece.select(grad))
+        return summaries
 
-        def note(_: str, parameter: nn.Parameter) -> None:
-            assert parameter.grad is not None
-            squares.append(float(parameter.grad.norm()) ** 2)
 
-        self.backward(note)
-        return math.sqrt(sum(squares))
+def distinct_samples(batch: Batch) -> list[tuple[Batch, int]]:
+    """Returns the samples of a batch, and how often each is there."""
+    samples: list[tuple[Batch, int]] = []
+    for i in range(len(batch.tokens)):
+        sample = batch.select(slice(i, i + 1))
+        for j, (earlier, count) in enumerate(samples):
+            if _have_equal_inputs(sample, earlier):
+                samples[j] = earlier, count + 1
+                break
+        else:
+            samples.append((sample, 1))
+    return samples
+
+
+def _have_equal_inputs(first: Batch, second: Batch) -> bool:
+    inputs, other_inputs = first.model_inputs(), second.model_inputs()
+    return inputs.keys() == other_inputs.keys() and all(
+        torch.equal(x, other_inputs[name]) if isinstance(x, Tensor) else x == other_inputs[name]
+        for name, x in inputs.items()
+    )
 
 
 @contextmanager
