@@ -221,8 +221,10 @@ def answer_commands(options: argparse.Namespace, replies: TextIO) -> None:
         command, *arguments = json.loads(line)
         reply: Any = {}
         try:
-            if command == "open":
-                model = model or setup.build_model()
+            model = model or setup.build_model()
+            if command == "prepare":
+                setup.answers["own"] = setup.answer_alone(model)
+            elif command == "open":
                 case = DecodeCase.parse(arguments[0], [setup.size])
                 opened = (
                     open_decode(setup, model, case, options.turns, options.steps)
@@ -329,7 +331,21 @@ class Comparison:
                 Version.start(name, source, size, self.options) for name, source in sources.items()
             ]
         try:
+            # Compilers of later models run while those of the first group do.
+            first_sizes = {case.size for case in self.groups[0]}
+            later = [
+                version
+                for size, some in self.versions.items()
+                for version in some
+                if size not in first_sizes
+            ]
+            for version in later:
+                version.send("prepare")
             for i, group in enumerate(self.groups):
+                self.open_group(group)
+                if i == 0:
+                    for version in later:
+                        version.receive()
                 self.run_group(group)
                 for size in {case.size for case in group if last_group[case.size] == i}:
                     self.stop(size)
@@ -342,8 +358,8 @@ class Comparison:
         for version in self.versions.pop(size):
             version.stop()
 
-    def run_group(self, cases: Sequence[DecodeCase]) -> None:
-        """Opens the engines of some cases, and runs the turns of each case."""
+    def open_group(self, cases: Sequence[DecodeCase]) -> None:
+        """Opens the engines of some cases, and checks the tokens of new models."""
         start_time = time.perf_counter()
         for case in cases:
             for version in self.versions[case.size]:
@@ -357,6 +373,9 @@ class Comparison:
             if not any((case.size, name) in self.checks for name in answers):
                 self.check(case.size, answers)
         print(f"opened in {time.perf_counter() - start_time:.0f} s", flush=True)
+
+    def run_group(self, cases: Sequence[DecodeCase]) -> None:
+        """Runs the turns of each case, and closes the engines."""
         for case in cases:
             self.report(case, self.take_turns(case))
         for case in cases:

@@ -19,6 +19,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from peers import (
     run_of,
 )
 from right_step import Check, NamedTensors, TwinWeights, UpdateRule, check_step, checked_ratio
+from rows import append_rows, checked_cell, data_columns, package_hash
 from torch import Tensor
 
 from ranvier.models.config import AdapterConfig
@@ -135,6 +137,7 @@ def settings() -> argparse.Namespace:
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--csv", type=Path, help="file to append a row to, as lora.csv")
     parser.add_argument("--smoke", action="store_true", help="a small model on the CPU, as a check")
     words = parser.parse_args()
     if words.smoke:
@@ -207,8 +210,8 @@ def main() -> None:
             times[name].append(timed(one, words.steps, turn * words.steps, device))
     tokens, peak_speed = words.batch * shape.max_seq, peak_flops(device, torch.bfloat16)
     print(f"{words.size}, {words.batch} x {shape.max_seq} tokens, rank {words.rank}, on {device}")
-    for name, found in times.items():
-        speed = tokens / statistics.median(found)
+    speeds = {name: tokens / statistics.median(found) for name, found in times.items()}
+    for name, speed in speeds.items():
         mfu = f"  MFU {speed * operations(shape) / peak_speed:.1%}" if peak_speed else ""
         check = checks[list(contestants).index(name)]
         loss = f"{check.loss:.3f}" if check is not None else "-"
@@ -217,6 +220,26 @@ def main() -> None:
     ratio = checked_ratio(statistics.median(ratios), checks)
     passed = all(check is not None and check.passed for check in checks)
     print(f"ratio {ratio}" + (f" ({min(ratios):.2f} to {max(ratios):.2f})" if passed else ""))
+    if words.csv is not None:
+        row: dict[str, Any] = {
+            "size": words.size,
+            "batch": words.batch,
+            "peft": "compiled blocks" if words.compile else "eager",
+            "ranvier_tokens_per_second": f"{speeds['Ranvier']:.0f}",
+            "ranvier_gib": f"{memory['Ranvier']:.1f}",
+            "peft_tokens_per_second": f"{speeds[peer]:.0f}",
+            "peft_gib": f"{memory[peer]:.1f}",
+            "note": time.strftime("%Y-%m-%d"),
+            "checked": checked_cell(*checks),
+            "source": package_hash(),
+        }
+        if peak_speed:
+            mfu_percent = 100 * speeds["Ranvier"] * operations(shape) / peak_speed
+            row["ranvier_mfu_percent"] = f"{mfu_percent:.1f}"
+        if passed:
+            row["speedup"] = f"{statistics.median(ratios):.3f}"
+            row["speedup_low"], row["speedup_high"] = f"{min(ratios):.2f}", f"{max(ratios):.2f}"
+        append_rows(words.csv, data_columns("lora.csv"), [row])
 
 
 if __name__ == "__main__":

@@ -68,6 +68,7 @@ from right_step import (
     load_parallel,
     parallel_gradients,
 )
+from rows import append_rows, checked_cell, data_columns, package_hash
 from torch import Tensor, nn
 
 from ranvier.cost.layers import ActivationShape
@@ -531,6 +532,47 @@ def verdicts(rows: dict[str, dict[str, Any]]) -> list[str]:
     return found
 
 
+CSV_NAMES = {
+    "ranvier": "ranvier",
+    "ranvier-2": "ranvier",
+    "titan": "torchtitan's MoE layer, compiled",
+    "titan-block": "torchtitan's MoE layer, whole blocks compiled",
+    "hf": "transformers, grouped_mm, no shared expert",
+    "hf-compiled": "transformers under torch.compile",
+}
+"""Names of the contestants in moe_one_gpu.csv."""
+
+
+def csv_rows(shape: Mixed, rows: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the rows of moe_one_gpu.csv; a ratio is relative to the mean of ours."""
+    timed = {name: row for name, row in rows.items() if "failed" not in row}
+    own = [row for name, row in timed.items() if name.startswith("ranvier")]
+    csv_rows = []
+    for name, row in timed.items():
+        is_own = name.startswith("ranvier")
+        checks = [check_of(name, row)] + ([] if is_own else [check_of("ranvier", x) for x in own])
+        cells: dict[str, Any] = {
+            "shape": f"{shape.experts} experts of {shape.expert_mlp}, "
+            f"top {shape.experts_per_token}",
+            "contestant": CSV_NAMES[name],
+            "tokens_per_second": f"{row['tokens_per_second']:.0f}",
+            "mfu_full_percent": "" if row["mfu"] is None else f"{100 * row['mfu']:.1f}",
+            "memory_gib": f"{row['memory'] / GIB:.1f}",
+            "note": time.strftime("%Y-%m-%d") + (", " * is_own) + _turn_of(name),
+            "checked": checked_cell(*checks),
+            "source": package_hash(),
+        }
+        if own and not is_own and cells["checked"]:
+            speed = statistics.mean(x["tokens_per_second"] for x in own)
+            cells["ranvier_speedup"] = f"{speed / row['tokens_per_second']:.3f}"
+        csv_rows.append(cells)
+    return csv_rows
+
+
+def _turn_of(name: str) -> str:
+    return {"ranvier": "first", "ranvier-2": "last"}.get(name, "")
+
+
 def play(name: str, task: Task, asked: Any, names: Sequence[str]) -> dict[str, Any]:
     """Runs one shape: all contestants, and Ranvier again at the end."""
     shape = task.shape
@@ -556,6 +598,8 @@ def play(name: str, task: Task, asked: Any, names: Sequence[str]) -> dict[str, A
         print(line(title, rows[title], ours_row), flush=True)
     words = verdicts(rows) if task.cuda else ["no verdict on a CPU"]
     print("; ".join(words), flush=True)
+    if asked.csv is not None:
+        append_rows(asked.csv, data_columns("moe_one_gpu.csv"), csv_rows(shape, rows))
     return {"shape": name, "config": asdict(shape), "contestants": rows, "verdicts": words}
 
 
@@ -572,6 +616,7 @@ def settings() -> argparse.Namespace:
     add("--steps", type=int, default=5, help="steps per window")
     add("--warm", type=int, default=3, help="steps before the first window, which also compile")
     add("--json", type=Path, metavar="FILE", help="file to write all results to")
+    add("--csv", type=Path, metavar="FILE", help="file to append rows to, as moe_one_gpu.csv")
     add("--trace", action="store_true", help="stop at the first failure, with its traceback")
     add("--smoke", action="store_true", help="a small model on the CPU, as a check")
     return parser.parse_args()

@@ -41,6 +41,7 @@ import torch
 from one_gpu import TOY_RATE
 from peers import RATE, Ours, Shape, Task, rule_of_run, run_of
 from right_step import Check, check_step
+from rows import append_rows, checked_cell, data_columns, package_hash
 from torch import Tensor
 
 from ranvier.cost.matrix_optimizers import muon_flops, tile_bounds
@@ -125,6 +126,7 @@ class Bench:
     device: torch.device
     results: dict[str, Any]
     has_limits: bool
+    csv: Path | None = None
     failed: bool = False
 
     def check(self, holds: bool, text: str) -> None:
@@ -224,8 +226,10 @@ def check_update(bench: Bench, shapes: Sequence[tuple[int, int]]) -> Check:
     return Check("muon", values, problems)
 
 
-def compare_steps(bench: Bench, shapes: Sequence[tuple[int, int]]) -> tuple[float, float]:
-    """Returns the ms of our step and of that of `torch.optim.Muon`."""
+def compare_steps(
+    bench: Bench, shapes: Sequence[tuple[int, int]], name: str
+) -> tuple[float, float]:
+    """Returns the ms of our step and of that of `torch.optim.Muon`. name: of the matrices."""
     ours = BatchedMuon(bench, shapes)
     params = [torch.nn.Parameter(bench.random(*shape)) for shape in shapes]
     for param in params:
@@ -244,12 +248,24 @@ def compare_steps(bench: Bench, shapes: Sequence[tuple[int, int]]) -> tuple[floa
         f"({flops / found / 1e9:.0f} TFLOP/s of full products), torch.optim.Muon {peer:.2f} ms "
         f"({flops / peer / 1e9:.0f} TFLOP/s)"
     )
+    if bench.csv is not None:
+        row = {
+            "measurement": f"step of {name}",
+            "ranvier": f"{found:.3f}",
+            "torch": f"{peer:.3f}",
+            "unit": "ms",
+            "checked": checked_cell(check),
+            "source": package_hash(),
+        }
+        append_rows(bench.csv, data_columns("muon.csv"), [row])
     return found, peer
 
 
 def time_layers(bench: Bench) -> None:
     """The step of the layers of llama3-1b."""
-    ours, theirs = compare_steps(bench, bench.sizes.matrices)
+    ours, theirs = compare_steps(
+        bench, bench.sizes.matrices, f"{len(bench.sizes.matrices)} matrices of llama3-1b"
+    )
     bench.results["layers"] = {"ms": ours, "torch_ms": theirs}
     ratio = ours / theirs
     bench.check(ratio <= STEP_LIMIT, f"ratio {ratio:.3f} (limit {STEP_LIMIT}, goal {STEP_GOAL})")
@@ -258,7 +274,10 @@ def time_layers(bench: Bench) -> None:
 def time_small(bench: Bench) -> None:
     """The step of many small matrices."""
     side = bench.sizes.small_side
-    ours, theirs = compare_steps(bench, [(side, side)] * bench.sizes.small_count)
+    count = bench.sizes.small_count
+    ours, theirs = compare_steps(
+        bench, [(side, side)] * count, f"{count} matrices of {side} x {side}"
+    )
     bench.results["small"] = {"ms": ours, "torch_ms": theirs}
     ratio = theirs / ours
     bench.check(ratio >= SMALL_LIMIT, f"{ratio:.1f} times as fast (limit {SMALL_LIMIT:.0f})")
@@ -533,6 +552,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; all but tiles by default")
     parser.add_argument("--smoke", action="store_true", help="small sizes, without limits")
     parser.add_argument("--json", type=Path, help="file to write all numbers to")
+    parser.add_argument("--csv", type=Path, help="file to append rows of steps to, as muon.csv")
     asked = parser.parse_args(words)
     parts = asked.parts or [name for name in PARTS if name != "tiles"]
     for name in parts:
@@ -547,7 +567,9 @@ def main(words: Sequence[str] | None = None) -> int:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     facts: dict[str, Any] = {"command": sys.argv, "device": name, "torch": torch.__version__}
     print(f"{name}, torch {torch.__version__}, kernels: {muon._has_kernels()}")
-    bench = Bench(SMOKE if asked.smoke else FULL, device, facts, has_limits=not asked.smoke)
+    bench = Bench(
+        SMOKE if asked.smoke else FULL, device, facts, has_limits=not asked.smoke, csv=asked.csv
+    )
     for part in parts:
         print(f"\n{part}")
         PARTS[part](bench)

@@ -51,6 +51,7 @@ from peers import (
     run_of,
 )
 from right_step import Check, Limits, Reference, UpdateRule, check_step, float8_limits
+from rows import append_rows, checked_cell, data_columns, package_hash
 from torch import Tensor
 
 from ranvier.config.sections import suggest_nearest
@@ -105,6 +106,7 @@ def settings() -> argparse.Namespace:
     add("--warm", type=int, default=3, help="steps before the first window, which also compile")
     add("--clip", action="store_true", help="peers also clip the gradient norm, as Ranvier does")
     add("--json", type=Path, metavar="FILE", help="file to write, updated after each peer")
+    add("--csv", type=Path, metavar="FILE", help="file to append rows to, as one_gpu_peers.csv")
     add("--smoke", action="store_true", help="a small model on the CPU in fp32, as a check")
     return parser.parse_args()
 
@@ -380,12 +382,63 @@ def summary(arena: Arena, rate: float) -> dict[str, Any]:
 
 def ratio(ours: Seat, peer: Seat) -> float | None:
     """Returns the speed of Ranvier relative to a peer: the median over neighboring windows."""
-    pairs = list(zip(ours.against(peer.name), peer.against(peer.name), strict=False))
-    if not pairs or ours.failed or peer.failed:
-        return None
-    if not all(seat.check is not None and seat.check.passed for seat in (ours, peer)):
-        return None
-    return statistics.median(theirs / mine for mine, theirs in pairs)
+    ratios = window_ratios(ours, peer)
+    return statistics.median(ratios) if ratios else None
+
+
+def window_ratios(ours: Seat, peer: Seat) -> list[float]:
+    """Returns the ratio of each pair of windows; none if a step is wrong."""
+    if ours.failed or peer.failed or not checked_cell(ours.check, peer.check):
+        return []
+    pairs = zip(ours.against(peer.name), peer.against(peer.name), strict=False)
+    return [peer_ms / own_ms for own_ms, peer_ms in pairs]
+
+
+CSV_NAMES = {
+    "titan": "torchtitan bf16",
+    "titan-fsdp": "torchtitan bf16, FSDP2",
+    "titan-float8": "torchtitan float8",
+    "titan-float8-fsdp": "torchtitan float8, FSDP2",
+    "litgpt": "litgpt compiled",
+    "liger": "transformers with Liger",
+    "hf": "transformers compiled",
+}
+"""Names of the peers in one_gpu_peers.csv."""
+
+
+def csv_rows(arena: Arena, size: str, label: str) -> list[dict[str, Any]]:
+    """Returns the rows of one_gpu_peers.csv. label: which rows can be compared."""
+    task, rows = arena.task, list[dict[str, Any]]()
+    against = [(seat, peer) for peer in arena.peers for seat in arena.ours]
+    for seat, peer in (*against, *((peer, peer) for peer in arena.peers)):
+        milliseconds = seat.against(peer.name)
+        if not milliseconds or seat.failed:
+            continue
+        seconds = statistics.median(milliseconds) / 1e3
+        rate = task.batch * task.shape.max_seq / seconds
+        peak = peak_flops(task.device, torch.bfloat16)
+        dtype = "float8" if seat.computes_in_float8 else "bf16"
+        row: dict[str, Any] = {
+            "measurement": label,
+            "contestant": f"ranvier {dtype}" if seat is not peer else CSV_NAMES[seat.name],
+            "size": size,
+            "batch": task.batch,
+            "ms_per_step": f"{seconds * 1e3:.1f}",
+            "tokens_per_second": f"{rate:.0f}",
+            "memory_gib": f"{max(window['memory'] for window in seat.windows) / GIB:.1f}",
+            "checked": checked_cell(seat.check, peer.check),
+            "note": " ".join(f"{key}={value}" for key, value in (seat.settings or {}).items()),
+            "source": package_hash(),
+        }
+        if peak is not None:
+            row["mfu_causal_percent"] = f"{100 * task.shape.flops(full=False) * rate / peak:.1f}"
+            row["mfu_full_percent"] = f"{100 * task.shape.flops(full=True) * rate / peak:.1f}"
+        if seat is not peer and (ratios := window_ratios(seat, peer)):
+            row["peer"] = CSV_NAMES[peer.name].removesuffix(" bf16")
+            row["speedup"] = f"{statistics.median(ratios):.3f}"
+            row["speedup_low"], row["speedup_high"] = f"{min(ratios):.3f}", f"{max(ratios):.3f}"
+        rows.append(row)
+    return rows
 
 
 def table(result: Mapping[str, Any]) -> str:
@@ -556,6 +609,9 @@ def play(
 
     arena.play(after)
     print(table(summary(arena, rate)), flush=True)
+    if asked.csv is not None:
+        label = time.strftime("%Y-%m-%d %H:%M")
+        append_rows(asked.csv, data_columns("one_gpu_peers.csv"), csv_rows(arena, size, label))
 
 
 def main() -> int:

@@ -13,6 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from right_step import Check
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "scripts"))
 
@@ -23,6 +25,18 @@ def package_hash(package: Path = ROOT / "src" / "ranvier") -> str:
     from source_hashes import tree_hash
 
     return tree_hash(package)
+
+
+def data_columns(name: str) -> list[str]:
+    """Returns the columns of a file in `benchmarks/data`."""
+    path = ROOT / "benchmarks" / "data" / name
+    with path.open(encoding="utf-8", newline="") as file:
+        return next(csv.reader(file))
+
+
+def checked_cell(*checks: Check | None) -> str:
+    """Returns the value of the column `checked`: yes if all contestants of a row have passed."""
+    return "yes" if all(check is not None and check.passed for check in checks) else ""
 
 
 def append_rows(path: Path, columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
