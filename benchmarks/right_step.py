@@ -495,7 +495,13 @@ def round_to_float8(model: nn.Module) -> None:
     """Rounds the operands of the linear layers in blocks as tensorwise float8 does."""
     for name, layer in model.get_submodule("blocks").named_modules():
         if isinstance(layer, nn.Linear) and "router" not in name and "adapters" not in name:
-            layer.forward = partial(_RoundedProduct.apply, weight=layer.weight)  # type: ignore[method-assign]
+            layer.forward = partial(_rounded_product, layer)  # type: ignore[method-assign]
+
+
+def _rounded_product(layer: nn.Linear, x: Tensor) -> Tensor:
+    # torch 2.11 takes no keyword arguments here.
+    y: Tensor = _RoundedProduct.apply(x, layer.weight)  # type: ignore[no-untyped-call]
+    return y
 
 
 class _RoundedProduct(torch.autograd.Function):
