@@ -24,13 +24,13 @@ BARS = (
     (
         "dense 1.5B, torchtitan",
         "one_gpu_peers.csv",
-        {"measurement": "I", "contestant": "ranvier bf16"},
+        {"contestant": "ranvier bf16", "size": "1.5b", "peer": "torchtitan"},
         "speedup",
     ),
     (
-        "float8 1.5B, torchtitan",
+        "float8 1.5B, torchtitan bf16",
         "one_gpu_peers.csv",
-        {"measurement": "I", "peer": "torchtitan float8"},
+        {"contestant": "ranvier float8", "size": "1.5b", "peer": "torchtitan"},
         "speedup",
     ),
     (
@@ -39,8 +39,8 @@ BARS = (
         {"contestant": "torchtitan's", "note": "2026"},
         "ranvier_speedup",
     ),
-    ("LoRA 8B, PEFT", "lora.csv", {"size": "8b", "peft": "eager", "note": "after"}, "speedup"),
-    ("LoRA 8B, PEFT compiled", "lora.csv", {"peft": "compiled", "note": "after"}, "speedup"),
+    ("LoRA 8B, PEFT", "lora.csv", {"size": "8b", "peft": "eager"}, "speedup"),
+    ("LoRA 8B, PEFT compiled", "lora.csv", {"size": "8b", "peft": "compiled"}, "speedup"),
     (
         "CPU offload 1.5B, FSDP2",
         "memory_fsdp2.csv",
