@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ranvier.data.batch import Batch
 from ranvier.models import Decoder
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
@@ -188,6 +189,49 @@ def test_limits_of_float8_are_below_the_nearest_control(task: Any, reference: An
     doubled = reference.record(replace(rule, lr=2.0 * LR))
     assert not compare_records("doubled", doubled, twin, limits).passed
     assert limits.cosine > 0.5 and limits.updates >= Limits().updates
+
+
+def test_equal_samples_count_as_often_as_they_are_there() -> None:
+    from right_step import Reference, UpdateRule, distinct_samples
+
+    task = build_task()
+    tokens, targets = task.pairs[0]
+    repeated = Batch(*(x[[0, 1, 1, 0, 1]] for x in (tokens, targets)))
+    assert [count for _, count in distinct_samples(repeated)] == [2, 3]
+    assert len(distinct_samples(Batch(*task.pairs[1]))) == 2
+    weights = task.reference().weights
+    once, thrice = (Batch(*(x[[i] * 3] for x in (tokens, targets))) for i in (0, 1))
+    record, first, second = (
+        Reference(weights, batch).record(UpdateRule(LR)) for batch in (repeated, once, thrice)
+    )
+    assert record.loss == pytest.approx(0.4 * first.loss + 0.6 * second.loss, rel=1e-6)
+
+
+def test_contestants_start_from_the_values_of_the_twin(task: Any, reference: Any) -> None:
+    from peers import Ours
+
+    name = "blocks.1.attention.qkv.q.weight"
+    twin = reference.weights.parameter(name)
+    assert not torch.equal(twin, twin.bfloat16().float())
+    ours = Ours(task, {"train.dtype": "bf16"})
+    ours.load_weights(reference.weights)
+    master = ours.trainer.state.optimizer.sharded_state()[f"{name}.master"][0]
+    assert torch.equal(master.view(twin.shape), twin)
+    assert torch.equal(ours.trainer.state.parallel.weights[name].storage.float(), twin.bfloat16())
+
+
+def test_rows_are_appended_under_one_header(tmp_path: Path) -> None:
+    from right_step import Check
+    from rows import append_rows, checked_cell, data_columns, package_hash
+
+    columns = data_columns("lora.csv")
+    row = {"size": "8b", "checked": checked_cell(Check("a", "")), "source": package_hash()}
+    for _ in range(2):
+        append_rows(tmp_path / "lora.csv", columns, [row])
+    header, *rows = (tmp_path / "lora.csv").read_text().splitlines()
+    assert header == ",".join(columns) and len(rows) == 2
+    assert rows[0].startswith("8b,,") and rows[0].endswith(f",yes,{package_hash()}")
+    assert checked_cell(Check("a", ""), Check("b", "", ("loss",))) == checked_cell(None) == ""
 
 
 def test_a_ratio_needs_checks() -> None:

@@ -16,6 +16,7 @@ import torch
 import gpu_breaks
 import gpu_check
 import gpu_check_parts
+import source_hashes
 from ranvier.models.segment_attention import SegmentAttention
 
 ROOT = Path(__file__).parent.parent
@@ -93,6 +94,7 @@ def test_hashes_are_those_of_git(clone: Path) -> None:
     wanted = git(clone, "rev-parse", *(f"HEAD:src/ranvier/{name}" for name in found))
     assert list(found.values()) == wanted.splitlines()
     assert all(len(value) == 40 for value in found.values())
+    assert source_hashes.tree_hash(package) == git(clone, "rev-parse", "HEAD:src/ranvier").strip()
     # The control: each of these is a part of a hash.
     (package / "odd" / "run.sh").chmod(0o644)
     assert gpu_check.source_hashes(package)["odd"] != found["odd"]
