@@ -312,24 +312,25 @@ class Comparison:
     """Versions of the package, and what they did."""
 
     options: argparse.Namespace
-    rates: Rates
     groups: Sequence[Sequence[DecodeCase]]
     versions: dict[str, list[Version]] = field(default_factory=dict)
     """The processes of each model."""
     checks: dict[tuple[str, str], Check] = field(default_factory=dict)
     """Whether the tokens of a model and version are right."""
 
-    def run(self) -> None:
-        """Runs all groups."""
+    def start(self) -> None:
+        """Starts the processes of all models and versions."""
         sources = {"this": SOURCE}
         if self.options.other_source is not None:
             sources["other"] = self.options.other_source
-        last_group = {case.size: i for i, group in enumerate(self.groups) for case in group}
-        # All at once, as each takes seconds to import the package.
-        for size in last_group:
+        for size in {case.size for group in self.groups for case in group}:
             self.versions[size] = [
                 Version.start(name, source, size, self.options) for name, source in sources.items()
             ]
+
+    def run(self, rates: Rates) -> None:
+        """Runs all groups."""
+        last_group = {case.size: i for i, group in enumerate(self.groups) for case in group}
         try:
             # Compilers of later models run while those of the first group do.
             first_sizes = {case.size for case in self.groups[0]}
@@ -346,7 +347,7 @@ class Comparison:
                 if i == 0:
                     for version in later:
                         version.receive()
-                self.run_group(group)
+                self.run_group(group, rates)
                 for size in {case.size for case in group if last_group[case.size] == i}:
                     self.stop(size)
         finally:
@@ -374,10 +375,10 @@ class Comparison:
                 self.check(case.size, answers)
         print(f"opened in {time.perf_counter() - start_time:.0f} s", flush=True)
 
-    def run_group(self, cases: Sequence[DecodeCase]) -> None:
+    def run_group(self, cases: Sequence[DecodeCase], rates: Rates) -> None:
         """Runs the turns of each case, and closes the engines."""
         for case in cases:
-            self.report(case, self.take_turns(case))
+            self.report(case, self.take_turns(case), rates)
         for case in cases:
             for version in self.versions[case.size]:
                 version.send("close")
@@ -403,10 +404,10 @@ class Comparison:
                     turns[version.name].append(Turn(**reply))
         return {name: some for name, some in turns.items() if some}
 
-    def report(self, case: DecodeCase, turns: Mapping[str, Sequence[Turn]]) -> None:
+    def report(self, case: DecodeCase, turns: Mapping[str, Sequence[Turn]], rates: Rates) -> None:
         """Prints and writes the rows of a case."""
         setup = make_setup(self.options, case.size)
-        bound = Bound(setup.config, self.rates, 2 if setup.device.type == "cuda" else 4)
+        bound = Bound(setup.config, rates, 2 if setup.device.type == "cuda" else 4)
         rows = []
         for version in self.versions[case.size]:
             own_turns = turns.get(version.name)
@@ -426,7 +427,7 @@ class Comparison:
                 "ms_per_step": f"{seconds * 1e3:.4f}",
                 "tokens_per_second": f"{own_turns[0].num_generated / seconds:.1f}",
                 "share_of_bound": f"{share:.4f}" if passed else "",
-                "copy_tb_per_second": f"{self.rates.bandwidth / 1e12:.3f}",
+                "copy_tb_per_second": f"{rates.bandwidth / 1e12:.3f}",
                 "device": device_name(setup.device),
                 "torch": torch.__version__,
                 "checked": "yes" if passed else "",
@@ -537,11 +538,14 @@ def compare(options: argparse.Namespace) -> None:
                 "each, as it is one process. Use another --group."
             )
     device = torch.device("cpu") if options.smoke else torch.device("cuda", 0)
+    comparison = Comparison(options, groups)
+    comparison.start()
+    # Processes import the package meanwhile, and compute nothing.
     rates = measure_rates(device)
     known = ", ".join(f"{name} {version}" for name, version in versions().items() if version)
     print(f"{device_name(device)}, {known}")
     print(f"copy {rates.bandwidth / 1e12:.2f} TB/s, matmul {rates.matmul / 1e12:.0f} TFLOP/s")
-    Comparison(options, rates, groups).run()
+    comparison.run(rates)
 
 
 def main() -> int:
