@@ -21,6 +21,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.filterwarnings("default"),
+    pytest.mark.usefixtures("deterministic"),
 ]
 SHAPE = {"layers": 4, "embed": 64, "heads": 4, "head_dim": 16, "mlp": 256}
 Numbers = tuple[list[float], dict[str, Tensor]]
