@@ -18,13 +18,15 @@ from hypothesis import settings
 from pool import NcclPools, Pool
 from ranvier.comm.algorithm_table import AlgorithmTable
 from ranvier.errors import PlanError
-from ranvier.launch import use_expandable_segments
+from ranvier.launch import use_deterministic_cublas, use_expandable_segments
 from sampling import draw_samples
 
 # Equal examples on every run, and no time limit: the machine may be busy.
 settings.register_profile("ranvier", deadline=None, derandomize=True)
 settings.load_profile("ranvier")
 use_expandable_segments()
+# cuBLAS reads its setting once, and some tests on a GPU compare bits.
+use_deterministic_cublas()
 # A shell starts its background jobs with SIGINT ignored, and nohup its command with SIGHUP ignored;
 # the processes of tests inherit both.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -77,6 +79,15 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("TOKENIZERS_PARALLELISM", "false")
         patch.setenv("RANVIER_COMPILE_ERRORS", "raise")  # a slower run would pass unnoticed
         patch.setenv("RANVIER_KEY", secrets.token_hex(32))  # none is left in the user's home
+        yield
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    """The mode of a run with `train.deterministic`, which the command line enters."""
+    from ranvier.train.health.determinism import deterministic_algorithms
+
+    with deterministic_algorithms(True):
         yield
 
 

@@ -187,8 +187,8 @@ def test_the_host_does_not_wait_for_the_device(corpus: str) -> None:
     assert trainer.read_step(under, None)["loss"] > 0
 
 
-class Some(int):
-    """One, but not so that a verb would do nothing for it."""
+class OneRank(int):
+    """The size of an axis of one rank that does not equal 1, so that collectives are issued."""
 
     def __eq__(self, other: object) -> bool:
         return False
@@ -198,13 +198,17 @@ class Some(int):
 
 
 def nccl_axis() -> Axis:
-    """An axis of this rank alone with an NCCL group, which the verbs do not skip."""
+    """An axis of this rank alone with an NCCL group, over which collectives are issued."""
     from torch import distributed
 
-    rank = distributed.get_rank()
-    group = distributed.new_group([rank], backend="nccl", use_local_synchronization=True)
-    axis = Grid({}, rank=0).axis()
-    return replace(axis, names=("row",), size=Some(1), ranks=(rank,), group=group)
+    grid = Grid({}, connected=True)
+    axis = grid.axis()
+    ranks = list(axis.ranks)
+    group = distributed.new_group(ranks, backend="nccl", use_local_synchronization=True)
+    assert isinstance(group, distributed.ProcessGroup), ranks
+    # A grid makes no group for one rank, but connects the group as it does those of several.
+    rules, runner = grid._connect_algorithms(("row",), ranks, axis.shape, "", group)
+    return replace(axis, names=("row",), size=OneRank(1), group=group, rules=rules, runner=runner)
 
 
 def on_nccl(_: int) -> list[str]:

@@ -65,6 +65,7 @@ def trained(grid: Grid, corpus: str, changes: dict[str, Any]) -> tuple[list[floa
         placement.ActivationOffload = before  # type: ignore[misc]
 
 
+@pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("compiled", ["on", "off"])
 @pytest.mark.parametrize("kind", ["none", "selective", "full"])
 def test_activations_from_the_host_change_no_bit(corpus: str, kind: str, compiled: str) -> None:

@@ -156,18 +156,3 @@ def test_batch_invariant_log_probabilities() -> None:
     found, preemptions = run(64, num_blocks=90)
     assert preemptions > 0
     assert found == want
-
-
-@pytest.mark.parametrize(("max_batch", "max_tokens"), [(1, 1024), (256, 1024), (1024, 300)])
-def test_a_start_captures_the_sizes_of_all_mixed_steps(max_batch: int, max_tokens: int) -> None:
-    from ranvier.infer.step_graphs import MIXED_TOKENS, StepGraphs
-
-    graphs = object.__new__(StepGraphs)
-    graphs._max_batch, graphs._max_tokens = max_batch, max_tokens
-    captured = [size[:2] for size in graphs.all_sizes() if not size.is_decode]
-    needed = {
-        (min(size for size in MIXED_TOKENS if size >= num_tokens), graphs._mixed_rows(count))
-        for num_tokens in range(1, max_tokens + 1)
-        for count in range(1, min(num_tokens, max_batch) + 1)
-    }
-    assert sorted(captured) == sorted(needed)

@@ -21,6 +21,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.filterwarnings("default"),
+    pytest.mark.usefixtures("deterministic"),
 ]
 SHAPE = {"layers": 4, "embed": 64, "heads": 4, "head_dim": 16, "mlp": 256}
 Numbers = tuple[list[float], dict[str, Tensor]]
@@ -86,16 +87,30 @@ def test_states_in_a_file_change_no_bit(
 
 @pytest.mark.parametrize("weights", ["device", "host"])
 def test_the_cpu_updates_alike(corpus: str, plain: Callable[[str], Numbers], weights: str) -> None:
-    how = {
+    """Up to rounding, as the two kernels add and divide in another order.
+
+    In bf16 only the states of the first update can be compared, whose gradients have equal bits.
+    Then the last bit of a master weight may decide how the working weight is rounded, and Adam
+    steps as far for a small gradient, of which most is rounding, as for a large one. In fp32
+    differences stay small.
+    """
+    options = {"plan__compile": "off", "plan__micro_batch": 4}
+    on_cpu = {
         "memory__optimizer_states": "host",
         "memory__parameters": weights,
         **TILE,
         "memory__optimizer_step_on": "cpu",
     }
-    losses, state = trained(corpus, plan__compile="off", plan__micro_batch=4, **how)
+    for dtype, steps, limit in (("bf16", 1, 1e-6), ("fp32", 6, 5e-5)):
+        how = {**options, "train__dtype": dtype}
+        losses, state = trained(corpus, steps=steps, **how)
+        cpu_losses, cpu_state = trained(corpus, steps=steps, **how, **on_cpu)
+        assert cpu_losses == pytest.approx(losses, rel=limit)
+        for name, x in state.items():
+            error = (cpu_state[name] - x).abs().max()
+            assert error <= limit * x.abs().max(), (dtype, name, error)
+    losses, _ = trained(corpus, **options, **on_cpu)
     assert losses == pytest.approx(plain("off")[0], abs=2e-2)
-    for name, x in plain("off")[1].items():
-        assert torch.allclose(state[name], x, rtol=5e-2, atol=2e-3), name
 
 
 @pytest.mark.parametrize("moments", ["bf16", "int8"])

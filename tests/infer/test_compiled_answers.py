@@ -1,8 +1,7 @@
 """The engine with compiled blocks: tokens and scores of the eager engine, in float64.
 
-On a CPU an engine does not compile by itself, as it has no kernels. Here plain paged attention is
-an operator, as the kernels are: the compiler does not look inside. The backend traces as the
-compiler does, and then runs one operation at a time.
+On a CPU an engine does not compile by itself, as it has no kernels. Here it has attention that the
+compiler can trace. The backend traces as the compiler does, and then runs one operation at a time.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from traceable_attention import traceable_paged_attention
 
 from equivalence import compile_with
 from ranvier.config.engine import EngineConfig
@@ -23,7 +22,6 @@ from ranvier.infer.request import Request
 from ranvier.infer.sampling_params import SamplingParams
 from ranvier.models import Decoder, DecoderConfig
 from ranvier.models.config import GEMMA2, GPT2
-from ranvier.models.paged_attention import KVCache, PagedSequences, paged_attention
 from ranvier.parallel.parallel_model import get_parallel_model
 from ranvier.parallel.parallelize import parallelize
 
@@ -50,73 +48,6 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 PROMPT_LENGTHS = (1, 3, 17)
 MAX_TOKENS = 6
-LIBRARY = torch.library.Library("ranvier_tests", "FRAGMENT")
-LIBRARY.define(
-    "paged_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) keys, Tensor(b!) values, "
-    "Tensor slot_mapping, Tensor block_table, Tensor query_start_loc, Tensor seq_lens, "
-    "Tensor host_lens, int window, float cap) -> Tensor"
-)
-
-
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    slot_mapping: Tensor,
-    block_table: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    host_lens: Tensor,
-    window: int,
-    cap: float,
-) -> Tensor:
-    """Plain paged attention of tensors."""
-    sequences = PagedSequences(
-        query_start_loc=query_start_loc,
-        seq_lens=seq_lens,
-        block_table=block_table,
-        slot_mapping=slot_mapping,
-        rope_lengths=seq_lens,
-        token_rows=seq_lens,
-        token_lens=seq_lens,
-        host_lens=host_lens,
-    )
-    return paged_attention(q, k, v, KVCache(keys, values), sequences, window, cap)
-
-
-LIBRARY.impl("paged_attention", attend, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "ranvier_tests::paged_attention", lambda q, *others: torch.empty_like(q), lib=LIBRARY
-)
-
-
-def paged_operator(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cache: KVCache,
-    sequences: PagedSequences,
-    window: int = 0,
-    cap: float = 0.0,
-) -> Tensor:
-    """Plain paged attention as one operator; arguments as `paged_attention`."""
-    y: Tensor = torch.ops.ranvier_tests.paged_attention(
-        q,
-        k,
-        v,
-        cache.keys,
-        cache.values,
-        sequences.slot_mapping,
-        sequences.block_table,
-        sequences.query_start_loc,
-        sequences.seq_lens,
-        sequences.host_lens,
-        window,
-        cap,
-    )
-    return y
 
 
 def generate(name: str, backend: str) -> list[tuple[str, int, float]]:
@@ -151,7 +82,9 @@ def test_tokens_are_those_of_the_eager_engine(name: str, monkeypatch: pytest.Mon
     torch._dynamo.reset()
     eager = generate(name, "")
     monkeypatch.setattr(model_runner.ModelRunner, "_can_capture", lambda self: True)
-    monkeypatch.setattr(model_runner, "choose_paged_attention", lambda *cache: paged_operator)
+    monkeypatch.setattr(
+        model_runner, "choose_paged_attention", lambda *_: traceable_paged_attention
+    )
     compiled = generate(name, "aot_eager")
     assert [answer[:2] for answer in compiled] == [answer[:2] for answer in eager]
     scores, eager_scores = (torch.tensor([x[2] for x in rows]) for rows in (compiled, eager))

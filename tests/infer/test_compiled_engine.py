@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
+from traceable_attention import traceable_paged_attention
 
 from equivalence import compile_with
 from ranvier.config.engine import EngineConfig
@@ -29,7 +30,6 @@ from ranvier.infer.request import EngineStats, Request
 from ranvier.infer.sampling_params import SamplingParams
 from ranvier.models import Decoder, DecoderConfig
 from ranvier.models.feed_forward import GatedMLP
-from ranvier.models.paged_attention import KVCache, PagedSequences
 from ranvier.nn.compile import BlockGraph, CompiledBlocks
 from ranvier.parallel.parallel_model import get_parallel_model
 from ranvier.parallel.parallelize import parallelize
@@ -39,26 +39,6 @@ CONFIG = DecoderConfig(
 )
 PROMPTS = ((5,), (1, 2, 3), tuple(range(20)))
 BLOCK_SIZE = 16
-
-
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cache: KVCache,
-    sequences: PagedSequences,
-    window: int = 0,
-    cap: float = 0.0,
-) -> Tensor:
-    """As `paged_attention`, without a length on the host."""
-    cache.write(k, v, sequences.slot_mapping)
-    keys, values = cache.read(sequences.block_table[sequences.token_rows.long()])
-    places = torch.arange(keys.shape[2])
-    # Padding sees one key.
-    is_visible = places < sequences.token_lens.unsqueeze(1).clamp(min=1)
-    scores = torch.einsum("tqk,tgjk->tqj", q, keys) / q.shape[-1] ** 0.5
-    weights = scores.masked_fill(~is_visible.unsqueeze(1), float("-inf")).softmax(-1)
-    return torch.einsum("tqj,tgjk->tqk", weights, values)
 
 
 class ReplayedGraph:
@@ -89,7 +69,9 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     kernels = SimpleNamespace(resolve_tokens=resolve_tokens)
     monkeypatch.setitem(sys.modules, "ranvier.infer.sampler_kernels", kernels)
     monkeypatch.delitem(sys.modules, "ranvier.infer.step_graphs", raising=False)
-    monkeypatch.setattr(model_runner, "choose_paged_attention", lambda *_: attend)
+    monkeypatch.setattr(
+        model_runner, "choose_paged_attention", lambda *_: traceable_paged_attention
+    )
     monkeypatch.setattr(model_runner.ModelRunner, "_can_capture", lambda self: True)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
     monkeypatch.setattr(Tensor, "pin_memory", lambda self: self)

@@ -44,6 +44,7 @@ from ranvier.infer.step_input import (
     positions_of,
     token_ids_of,
 )
+from ranvier.infer.step_sizes import StepSizes
 from ranvier.launch import has_triton
 from ranvier.models.decoder import AttentionCore
 from ranvier.models.lora import ADAPTER_INFIX
@@ -58,6 +59,7 @@ from ranvier.models.paged_attention import (
 from ranvier.models.recurrence import Recurrence
 from ranvier.models.recurrent_decoder import RecurrentDecoder
 from ranvier.nn.attention import AttentionCore as ParallelAttentionCore
+from ranvier.nn.compile import MIN_DYNAMIC_SIZE
 from ranvier.nn.fused_linear import FusedLinear
 from ranvier.nn.inference_matmul import BatchInvariantMatmul, ThinMatmul, can_multiply_thin
 from ranvier.nn.layer import ParallelLayer
@@ -217,8 +219,8 @@ class ModelRunner:
             self._check_batch_invariant()
         # Graphs of the compiler differ in the order of additions.
         self._compiles = self._can_capture() and not batch_invariant
-        self.min_tokens = 2 if self._compiles else 1
-        """Minimum number of tokens of a step: one token is a special case of the compiler."""
+        self.min_tokens = MIN_DYNAMIC_SIZE if self._compiles else 1
+        """Minimum number of tokens of a step: one token would need a compiled graph of its own."""
         if self._has_kernels and can_multiply_thin(self.device):
             self._use_inference_matmuls(BatchInvariantMatmul() if batch_invariant else ThinMatmul())
         elif self.device.type == "cpu":
@@ -238,8 +240,7 @@ class ModelRunner:
                 self.sampled_tokens,
                 block_size=block_size,
                 max_blocks=-(-max_model_len // block_size),
-                max_batch=max_num_seqs,
-                max_tokens=max_num_batched_tokens,
+                sizes=StepSizes(max_num_seqs, max_num_batched_tokens),
                 kv_heads=shape[1],
                 fallback=self.parallel.compile_fallback,
             )

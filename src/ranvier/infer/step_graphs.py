@@ -1,20 +1,20 @@
 """CUDA graphs of steps, so that the host only copies their inputs.
 
-There is a graph for each class of sizes: of decode steps, in which every sequence has one token,
-and of mixed steps with up to 1,024 tokens; larger steps take longer on the device than on the host.
-A smaller step is padded. Padding tokens write to block 0 and attend to nothing. Sampling is a
-second, small graph, because it also depends on the parameters of the requests; parameters that need
-tensors of other sizes (masks, biases, penalties, log-probabilities) are sampled without a graph.
+There is a graph for each class of sizes (`step_sizes`): of decode steps, in which every sequence
+has one token, and of mixed steps. A smaller step is padded. Padding tokens write to block 0 and
+attend to nothing. Sampling is a second, small graph, because it also depends on the parameters of
+the requests; parameters that need tensors of other sizes (masks, biases, penalties,
+log-probabilities) are sampled without a graph.
 
 The input tokens of a step may be those that the step before samples; they never leave the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from torch import Tensor
 from ranvier.infer.sampler_kernels import resolve_tokens
 from ranvier.infer.sampling_inputs import SamplingFlags, SamplingInputs
 from ranvier.infer.step_input import HomeInput, SequenceChunk, StepInput
+from ranvier.infer.step_sizes import GraphSize, StepSizes
 from ranvier.models.paged_attention import PagedSequences
 from ranvier.nn.compile_fallback import CompileFallback
 
@@ -32,10 +33,6 @@ SAMPLING_INTEGERS = ("keys", "positions", "top_k")
 SAMPLING_FLOATS = ("temperatures", "top_p", "log_min_p")
 SEQUENCE_FIELDS = 2 + len(SAMPLING_INTEGERS) + len(SAMPLING_FLOATS)
 """Numbers of a sequence: length, and, of each sampled token, its row and its parameters."""
-MIXED_TOKENS = (64, 128, 256, 384, 512, 768, 1024)
-"""Classes of the number of tokens of mixed steps."""
-MIXED_SEQUENCES = (64, 256, 1024)
-"""Classes of the number of their sequences."""
 WARMUP_RUNS = 2
 ForwardPass = Callable[[Tensor, Tensor, PagedSequences, Tensor], Tensor | None]
 """Tokens, positions, sequences and rows of logits to logits `[n, v]`."""
@@ -44,27 +41,6 @@ Sampler = Callable[[Tensor, SamplingInputs, Tensor], Tensor]
 
 
 Numbers = TypeVar("Numbers", np.ndarray, Tensor)
-
-
-class GraphSize(NamedTuple):
-    """A class of steps."""
-
-    num_tokens: int
-    num_rows: int
-    """Number of sequences, and of sampled tokens."""
-    is_decode: bool
-
-
-def decode_class(size: int) -> int:
-    """Returns the smallest captured batch size of decode steps that is not less than `size`.
-
-    They are 1, 2, 4, 8, then multiples of 8 up to 64, and of 16 above.
-    """
-    for known in (1, 2, 4, 8):
-        if size <= known:
-            return known
-    step = 8 if size <= 64 else 16
-    return -(-size // step) * step
 
 
 @dataclass
@@ -98,8 +74,7 @@ class StepGraphs:
         sampled_tokens: Tokens that the last step sampled; every step reads and writes them.
         block_size: Number of tokens of a block.
         max_blocks: Maximum number of blocks of a sequence.
-        max_batch: Maximum number of sequences of a step.
-        max_tokens: Maximum number of tokens of a step.
+        sizes: The classes of steps.
         kv_heads: Number of kv heads.
         fallback: What happens to a class of steps that cannot be captured.
     """
@@ -112,8 +87,7 @@ class StepGraphs:
         *,
         block_size: int,
         max_blocks: int,
-        max_batch: int,
-        max_tokens: int,
+        sizes: StepSizes,
         kv_heads: int,
         fallback: CompileFallback,
     ) -> None:
@@ -121,15 +95,14 @@ class StepGraphs:
         self._sample = sample
         self._sampled_tokens = sampled_tokens
         self._block_size = block_size
-        self._max_batch = max_batch
-        self._max_tokens = max_tokens
+        self.sizes = sizes
         self._fallback = fallback
         self._pool = torch.cuda.graph_pool_handle()
         self._steps: dict[GraphSize, _CapturedStep | None] = {}
         """None for a class that cannot be captured."""
         self._samplings: dict[tuple[GraphSize, SamplingFlags], _CapturedSampling | None] = {}
         self._device = sampled_tokens.device
-        num_rows = max(decode_class(max_batch), self._mixed_rows(max_batch))
+        num_rows = max(size.num_rows for size in sizes.all_sizes())
         int32 = partial(torch.zeros, dtype=torch.int32, device=self._device)
         self._block_table = int32(num_rows, max_blocks)
         self._split_counters = int32(num_rows * kv_heads)
@@ -139,40 +112,23 @@ class StepGraphs:
         self.logits = torch.empty(0, device=self._device)
         """Logits of the last step `[n, v]`; overwritten by the next one."""
 
-    @staticmethod
-    def _mixed_rows(num_sequences: int) -> int:
-        known = [size for size in MIXED_SEQUENCES if size >= num_sequences]
-        return known[0] if known else num_sequences
-
     def size_of(self, step: StepInput) -> GraphSize | None:
         """Returns the class of a step; None if it must run without a graph."""
         (home,) = step.homes
         count = len(home.chunks)
-        if not 0 < count <= self._max_batch or home.scored_rows or step.has_adapters:
+        if not 0 < count <= self.sizes.max_batch or home.scored_rows or step.has_adapters:
             return None
         num_tokens = home.num_tokens
         if num_tokens == count == len(home.sampled_rows):
-            return GraphSize(decode_class(count), decode_class(count), True)
-        known = [size for size in MIXED_TOKENS if size >= num_tokens]
-        return GraphSize(known[0], self._mixed_rows(count), False) if known else None
-
-    def all_sizes(self) -> Iterator[GraphSize]:
-        """Yields all classes, the largest first, so that others reuse its memory."""
-        most = [size for size in MIXED_TOKENS if size >= self._max_tokens] or [MIXED_TOKENS[-1]]
-        for num_tokens in reversed([size for size in MIXED_TOKENS if size <= most[0]]):
-            # Every sequence has a token.
-            counts = range(1, min(num_tokens, self._max_batch) + 1)
-            for rows in sorted({self._mixed_rows(n) for n in counts}, reverse=True):
-                yield GraphSize(num_tokens, rows, False)
-        for size in sorted({decode_class(n + 1) for n in range(self._max_batch)}, reverse=True):
-            yield GraphSize(size, size, True)
+            return self.sizes.decode_size(count)
+        return self.sizes.mixed_size(num_tokens, count)
 
     def capture_all(self, report: Callable[[int, int], None] | None = None) -> None:
         """Captures all forward passes, and greedy and plain sampling.
 
         report: called with the number of captured classes and of all classes.
         """
-        sizes = [*self.all_sizes()]
+        sizes = self.sizes.all_sizes()
         for i, size in enumerate(sizes):
             for flags in (SamplingFlags(), SamplingFlags(is_greedy=False)):
                 self._sampling_of(size, flags)

@@ -15,9 +15,10 @@ Shapes: T tokens of a step, n sequences, h heads, g kv heads, k head dim. A laye
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from types import MappingProxyType
+from typing import ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -83,6 +84,27 @@ class PagedSequences:
 
     split_counters: Tensor | None = None
     """Scratch memory of decode kernels, int32 `[n · g]`; zeros before and after each use."""
+
+    dynamic_dims: ClassVar[Mapping[str, tuple[int, ...]]] = MappingProxyType(
+        {
+            "query_start_loc": (0,),
+            "seq_lens": (0,),
+            "block_table": (0, 1),
+            "slot_mapping": (0,),
+            "rope_lengths": (1,),
+            "token_rows": (0,),
+            "token_lens": (0,),
+            "host_lens": (1,),
+            "split_counters": (0,),
+        }
+    )
+    """Dims of tensors whose sizes are numbers of tokens, sequences or blocks. A compiled graph is
+    the same for all of them."""
+
+    @property
+    def graph_variant(self) -> tuple[bool, bool]:
+        """What a compiled graph of a step depends on, apart from sizes."""
+        return self.is_decode, self.host_lens is None
 
     @property
     def query_lens(self) -> list[int]:

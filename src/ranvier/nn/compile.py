@@ -40,6 +40,8 @@ from ranvier.trace import Event, Trace
 
 RECOMPILE_LIMIT = 64
 """Maximum number of graphs of a variant, whose inputs may differ in ways that it does not know."""
+MIN_DYNAMIC_SIZE = 2
+"""Smallest number of tokens of a dynamic graph: torch.compile takes sizes 0 and 1 as constants."""
 MAX_MODEL_GRAPHS = 24
 """Maximum number of variants of the blocks of a model that are compiled; others run eagerly."""
 
@@ -165,14 +167,11 @@ class CompiledBlocks:
         has_grad = torch.is_grad_enabled()
         key = (type(block), kind, part, *form, has_grad, *map(_graph_key, (x, more, *others)))
         if is_inference:
-            # One graph for all batches; a batch of one is a special case of the compiler.
-            kinds = [
-                (one.is_decode, one.host_lens is None)
-                for one in others
-                if hasattr(one, "slot_mapping")
-            ]
+            # One graph for all numbers of tokens and sequences.
+            variants = [one.graph_variant for one in others if hasattr(one, "graph_variant")]
             adds = sum(isinstance(one, Tensor) for one in others)
-            key = (type(block), part, *form, adds, *kinds, more is None, x.shape[1] == 1)
+            is_dynamic = x.shape[1] >= MIN_DYNAMIC_SIZE
+            key = (type(block), part, *form, adds, *variants, more is None, is_dynamic)
             if key not in self.graphs:
                 _mark_tokens_dynamic(args)
         is_refused = key in self._eager_keys or (
@@ -289,18 +288,10 @@ def _mark_tokens_dynamic(args: tuple[Any, ...]) -> None:
             _mark_tokens_dynamic(tuple(arg))
         elif isinstance(arg, Tensor):
             torch._dynamo.maybe_mark_dynamic(arg, 1)
-        elif hasattr(arg, "slot_mapping"):
-            for name in vars(arg):
-                # `rope_lengths` and `host_lens` have one column for each token or sequence.
-                tensor = getattr(arg, name)
-                if isinstance(tensor, Tensor):
-                    torch._dynamo.maybe_mark_dynamic(tensor, 1 if name in COLUMN_FIELDS else 0)
-                if name == "block_table":
-                    torch._dynamo.maybe_mark_dynamic(tensor, 1)
-
-
-COLUMN_FIELDS = ("rope_lengths", "host_lens")
-"""Fields of paged sequences whose second dim is that of tokens or sequences."""
+        elif hasattr(arg, "dynamic_dims"):
+            for name, dims in arg.dynamic_dims.items():
+                if getattr(arg, name) is not None:
+                    torch._dynamo.maybe_mark_dynamic(getattr(arg, name), dims)
 
 
 def _graph_key(arg: Any) -> Any:
