@@ -572,7 +572,7 @@ def paged_kernels(check: Check) -> None:
     """Attention to a cache in blocks: decoding, prompts, mixed steps, with and without splits."""
     from ranvier.infer import paged_kernels as kernels
     from ranvier.infer.step_input import SequenceChunk, build_sequences
-    from ranvier.models.paged_attention import KVCache
+    from ranvier.models.paged_attention import KVCache, num_split_counters
 
     decode = [(1, 1), (1, 16), (1, 17), (1, 65), (1, 700), (1, 1500)]
     mixed = [(1, 300), (1, 5), (7, 7), (40, 40), (33, 200), (2, 513)]
@@ -587,6 +587,9 @@ def paged_kernels(check: Check) -> None:
             cached = torch.randn(
                 2, sum(counts) + 1, kv_heads, block_size, 64, generator=generator
             ).to(dtype)
+            for (_, total), blocks in zip(chunks, tables, strict=True):
+                # Kernels clear the values after the last token.
+                cached[1, blocks[-1], :, total - (len(blocks) - 1) * block_size :] = 0.0
             q = torch.randn(tokens, 8, 64, generator=generator).to(dtype)
             new = torch.randn(2, tokens, kv_heads, 64, generator=generator).to(dtype)
             steps = [
@@ -596,14 +599,20 @@ def paged_kernels(check: Check) -> None:
             sequences = build_sequences(steps, tokens, block_size, check.device)
             want, after = attend_to_tables(q, new, cached, chunks, tables, block_size)
             on_device = [x.to(check.device) for x in (q, *new)]
-            counters = torch.zeros(64, dtype=torch.int32, device=check.device)
+            counters = torch.zeros(
+                num_split_counters(64, 1), dtype=torch.int32, device=check.device
+            )
             unknown = replace(sequences, host_lens=None)
             # As in a graph, in which the host knows no lengths, and as outside of it.
             ways = {"known": sequences, "captured": unknown, "invariant": sequences}
             if label == "decode":
                 ways["captured decode"] = replace(unknown, is_decode=True, split_counters=counters)
             for way, known in ways.items():
-                cache = KVCache(*(x.to(check.device) for x in cached))
+                cache = KVCache(*(x.to(check.device, copy=True) for x in cached))
+                for (count, total), blocks in zip(chunks, tables, strict=True):
+                    # Values of earlier sequences need not be finite.
+                    for block in blocks[-(-(total - count) // block_size) :]:
+                        cache.values[block] = float("nan")
                 function = kernels.paged_attention
                 if way == "invariant":
                     function = kernels.batch_invariant_attention

@@ -36,7 +36,7 @@ pytestmark = [
         reason="needs a CUDA device, or TRITON_INTERPRET=1",
     ),
 ]
-SHAPES = [(32, 8, 128), (4, 4, 64), (6, 2, 80), (16, 1, 256), (12, 4, 12)]
+SHAPES = [(32, 8, 128), (4, 4, 64), (6, 2, 80), (16, 1, 256), (12, 4, 24)]
 """Heads, kv heads and head dim."""
 STEPS = [
     [(1, 1), (1, 16), (1, 65), (1, 700)],
@@ -62,6 +62,16 @@ def make_chunks(sizes: list[tuple[int, int]], block_tokens: int) -> list[Sequenc
         SequenceChunk([0] * new, total - new, total, [order.pop() for _ in range(count)])
         for (new, total), count in zip(sizes, counts, strict=True)
     ]
+
+
+def clear_unused_values(caches: list[Tensor], chunks: list[SequenceChunk]) -> None:
+    """Clears the values after the last token of each sequence, as kernels do."""
+    for index, cache in enumerate(caches):
+        page_size = cache.shape[3]
+        for chunk in chunks:
+            for i, block in enumerate(chunk.blocks):
+                page_begin = (i * len(caches) + index) * page_size
+                cache[1, block, :, max(chunk.num_known_tokens - page_begin, 0) :] = 0.0
 
 
 def attend(
@@ -119,6 +129,7 @@ def test_kernels_equal_plain_attention_to_own_pages(
             torch.randn(2, most, kv_heads, page_size, head_dim, device=DEVICE).to(dtype)
             for _ in range(context_size)
         ]
+        clear_unused_values(caches, chunks)
         q = torch.randn(tokens, heads, head_dim, device=DEVICE).to(dtype)
         k, v = torch.randn(2, tokens, kv_heads, head_dim, device=DEVICE).to(dtype).unbind(0)
         options = (window, cap)

@@ -9,13 +9,18 @@ import torch
 from torch import Tensor
 
 from ranvier.infer.step_input import SequenceChunk, build_sequences
-from ranvier.models.paged_attention import KVCache, PagedSequences, paged_attention
+from ranvier.models.paged_attention import (
+    KVCache,
+    PagedSequences,
+    num_split_counters,
+    paged_attention,
+)
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-SHAPES = [(32, 8, 128), (4, 4, 64), (6, 2, 80), (16, 1, 256), (12, 4, 12)]
+SHAPES = [(32, 8, 128), (4, 4, 64), (6, 2, 80), (16, 1, 256), (12, 4, 24)]
 """Heads, kv heads and head dim."""
 
 
@@ -33,11 +38,14 @@ def make_step(
     order = torch.randperm(sum(counts)).add(1).tolist()
     blocks = [[order.pop() for _ in range(count)] for count in counts]
     caches = torch.randn(2, sum(counts) + 1, kv_heads, block_size, head_dim).cuda().to(dtype)
+    for (_, total), own_blocks in zip(chunks, blocks, strict=True):
+        # Kernels clear the values after the last token.
+        caches[1, own_blocks[-1], :, total - (len(own_blocks) - 1) * block_size :] = 0.0
     tokens = sum(new for new, _ in chunks) + padding
     sequences = build_sequences(
         [
-            SequenceChunk([0] * new, total - new, total, mine)
-            for (new, total), mine in zip(chunks, blocks, strict=True)
+            SequenceChunk([0] * new, total - new, total, own_blocks)
+            for (new, total), own_blocks in zip(chunks, blocks, strict=True)
         ],
         tokens,
         block_size,
@@ -46,6 +54,17 @@ def make_step(
     q = torch.randn(tokens, heads, head_dim).cuda().to(dtype)
     k, v = torch.randn(2, tokens, kv_heads, head_dim).cuda().to(dtype).unbind(0)
     return (q, k, v), KVCache(*caches.unbind(0)), sequences
+
+
+def spoil_new_blocks(
+    values: Tensor, sequences: PagedSequences, chunks: list[tuple[int, int]]
+) -> None:
+    """Fills blocks that no token of these sequences has been written to, as of earlier ones."""
+    block_size = values.shape[2]
+    for i, (new, total) in enumerate(chunks):
+        first_new_block = -(-(total - new) // block_size)
+        for block in sequences.block_table[i, first_new_block : -(-total // block_size)]:
+            values[block] = float("nan")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -63,6 +82,7 @@ def test_kernels_equal_plain_attention(
     ):
         inputs, cache, sequences = make_step(shape, chunks, block_size, dtype, padding=3)
         copies = KVCache(cache.keys.clone(), cache.values.clone())
+        spoil_new_blocks(cache.values, sequences, chunks)
         have = paged_kernels.paged_attention(*inputs, cache, sequences, window, cap)
         wide = KVCache(copies.keys.double(), copies.values.double())
         want = paged_attention(*(x.double() for x in inputs), wide, sequences, window, cap)
@@ -84,12 +104,13 @@ def test_kernels_equal_plain_attention(
 def test_a_sequence_does_not_depend_on_its_neighbors(num_splits: int) -> None:
     from ranvier.infer.paged_kernels import decode_attention
 
+    # With so many heads, a step without splits has other tiles.
     (q, _, _), cache, many = make_step(
-        (32, 8, 128), [(1, 100 + 37 * i) for i in range(64)], 64, torch.bfloat16
+        (32, 8, 128), [(1, 100 + 37 * i) for i in range(75)], 64, torch.bfloat16
     )
     where = (cache, many.block_table)
     whole = decode_attention(q, *where, many.token_rows, many.token_lens, num_splits=num_splits)
-    for row in (0, 17, 63):
+    for row in (0, 17, 74):
         some = slice(row, row + 1)
         one = decode_attention(
             q[some], *where, many.token_rows[some], many.token_lens[some], num_splits=num_splits
@@ -140,7 +161,7 @@ def test_decode_writes_and_merges_in_one_kernel(
     (q, k, v), cache, sequences = make_step((8, 2, 64), chunks, 16, dtype)
     wide = KVCache(cache.keys.double(), cache.values.double())
     want = paged_attention(*(x.double() for x in (q, k, v)), wide, sequences, window, cap)
-    counters = torch.zeros(10, dtype=torch.int32, device="cuda")
+    counters = torch.zeros(num_split_counters(5, 2), dtype=torch.int32, device="cuda")
     for num_splits in (1, 4, 16):
         have = decode_attention(
             q,

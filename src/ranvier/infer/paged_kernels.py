@@ -34,9 +34,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ranvier.models.paged_attention import KVCache, PagedSequences
+from ranvier.models.paged_attention import MAX_PARTS, KVCache, PagedSequences, num_split_counters
 from ranvier.nn.inference_matmul import has_dependent_launch
 
+TensorDescriptor: Any = importlib.import_module("triton.tools.tensor_descriptor").TensorDescriptor
 triton: Any = importlib.import_module("triton")
 tl: Any = importlib.import_module("triton.language")
 
@@ -51,11 +52,63 @@ WRITE_TOKENS = 16
 """Tokens that one program of `write_cache` writes."""
 MIN_ROWS = 16
 """Minimum number of rows of a product of tensor cores."""
+MIN_COLUMNS = 8
+"""Minimum number of columns of a product of tensor cores."""
+TILE_BYTES = 16384
+"""Bytes of the keys of a tile, at most."""
+MIN_ALIGNED = 0.9
+"""Minimum fraction of all programs whose number is a multiple of the number of heads."""
 MAX_SEQUENCES_AT_ONCE = 256
 """Sequences whose lengths a program of the decode kernel reads at once."""
-MERGED_PARTS = tl.constexpr(8)  # that are loaded at once
+MERGED_ELEMENTS = 4096
+"""Elements of partial results that a warp of the decode kernel loads at once."""
+PARTS_OF_GROUP = tl.constexpr(8)
+"""Parts of a head that are merged at once if it has more than twice as many."""
 LOG2_E = tl.constexpr(1.4426950408889634)
 LOG_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _weigh_scores(  # type: ignore[no-untyped-def]
+    scores,
+    total,
+    peak,
+    is_visible,
+    scale,
+    cap,
+    KEY_AXIS: tl.constexpr,
+    IS_MASKED: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+):
+    """Returns the weights of scores in an online softmax, and what decays y; total and peak.
+
+    The exponents have base 2, which the device computes: p = 2^(score · log2 e - peak).
+    """
+    unit = scale * LOG2_E
+    if HAS_CAP:
+        # tanh(x) = 1 - 2 / (exp(2 x) + 1)
+        scores = cap * (1.0 - 2.0 / (tl.exp(2.0 * scale * scores / cap) + 1.0))
+        unit = LOG2_E
+    if IS_MASKED:
+        scores = tl.where(is_visible, scores, -float("inf"))
+    new_peak = tl.maximum(peak, tl.max(scores, KEY_AXIS) * unit)
+    safe_peak = new_peak
+    if IS_MASKED:
+        # A tile without visible keys must not give NaN.
+        safe_peak = tl.where(new_peak == -float("inf"), 0.0, new_peak)
+    p = tl.exp2(scores * unit - tl.expand_dims(safe_peak, KEY_AXIS))
+    decay = tl.exp2(peak - safe_peak)
+    return p, decay, total * decay + tl.sum(p, KEY_AXIS), new_peak
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _multiply(a, b, c, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Returns c + a b."""
+    if EXACT:
+        c = tl.dot(a, b, c, input_precision="ieee")
+    else:
+        c = tl.dot(a, b, c)
+    return c
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -74,43 +127,20 @@ def _attend_to_tile(  # type: ignore[no-untyped-def]
     HAS_CAP: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """Adds a tile of keys and values to an online softmax: y, total and peak of each row.
-
-    The exponents have base 2, which the device computes: p = 2^(score · log2 e - peak).
-    """
+    """Adds a tile of keys and values to an online softmax: y, total and peak of each row."""
     if IS_MASKED:
         k = tl.load(key_pointers, mask=is_inside, other=0.0)
     else:
         k = tl.load(key_pointers)
-    if EXACT:
-        scores = tl.dot(query, tl.trans(k), input_precision="ieee")
-    else:
-        scores = tl.dot(query, tl.trans(k))
-    unit = scale * LOG2_E
-    if HAS_CAP:
-        # tanh(x) = 1 - 2 / (exp(2 x) + 1)
-        scores = cap * (1.0 - 2.0 / (tl.exp(2.0 * scale * scores / cap) + 1.0))
-        unit = LOG2_E
-    if IS_MASKED:
-        scores = tl.where(is_visible, scores, -float("inf"))
-    new_peak = tl.maximum(peak, tl.max(scores, 1) * unit)
-    safe_peak = new_peak
-    if IS_MASKED:
-        # A tile without visible keys must not give NaN.
-        safe_peak = tl.where(new_peak == -float("inf"), 0.0, new_peak)
-    p = tl.exp2(scores * unit - safe_peak[:, None])
-    decay = tl.exp2(peak - safe_peak)
-    total = total * decay + tl.sum(p, 1)
+    scores = _multiply(query, tl.trans(k), None, EXACT)
+    p, decay, total, peak = _weigh_scores(
+        scores, total, peak, is_visible, scale, cap, 1, IS_MASKED, HAS_CAP
+    )
     if IS_MASKED:
         v = tl.load(value_pointers, mask=is_inside, other=0.0)
     else:
         v = tl.load(value_pointers)
-    y = y * decay[:, None]
-    if EXACT:
-        y = tl.dot(p, v, y, input_precision="ieee")
-    else:
-        y = tl.dot(p.to(v.dtype), v, y)
-    return y, total, new_peak
+    return _multiply(p.to(v.dtype), v, y * decay[:, None], EXACT), total, peak
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -191,6 +221,7 @@ def _merge_parts(  # type: ignore[no-untyped-def]
     is_inside,
     HEAD_DIM: tl.constexpr,
     GROUP: tl.constexpr,
+    MERGED_PARTS: tl.constexpr,
 ):
     """Merges the parts of a group of heads in order: of `first_slot`, then from `next_slot` on.
 
@@ -227,15 +258,45 @@ def _merge_parts(  # type: ignore[no-untyped-def]
     return y / total[:, None], peak + tl.log2(total)
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _clear_values(  # type: ignore[no-untyped-def]
+    rows,
+    num_cleared,
+    slot_stride,
+    HEAD_DIM: tl.constexpr,
+    HEAD_COLUMNS: tl.constexpr,
+):
+    """Clears the values of some slots after each row, which may be of an earlier sequence.
+
+    The decode kernel loads whole tiles, and a weight of zero times infinity is no number.
+    """
+    columns = tl.arange(0, HEAD_COLUMNS)[None, :]
+    for slot in tl.range(1, tl.max(num_cleared, 0) + 1, num_stages=1):
+        tl.store(
+            rows[:, None] + slot * slot_stride + columns,
+            0.0,
+            mask=(slot <= num_cleared)[:, None] & (columns < HEAD_DIM),
+        )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _arrive(counters, num_programs, is_counted):  # type: ignore[no-untyped-def]
+    """Counts this program in; returns whether it is the last one, which sees what others stored.
+
+    The counter is zero before the first program and after the last one.
+    """
+    # Everything that this program stored is visible to the last one.
+    tl.debug_barrier()
+    num_arrived = tl.atomic_add(counters, 1, mask=is_counted, sem="acq_rel")
+    is_last = is_counted & (num_arrived == num_programs - 1)
+    tl.store(counters, 0, mask=is_last)
+    return is_last
+
+
 @triton.jit
-def _program_of(tile, least_work, num_longer):  # type: ignore[no-untyped-def]
-    """Returns the program whose range has a tile; the first `num_longer` ranges have one more."""
-    num_long = num_longer * (least_work + 1)
-    return tl.where(
-        tile < num_long,
-        tile // (least_work + 1),
-        num_longer + (tile - num_long) // least_work,
-    )
+def _program_of(tile, total_work, num_workers):  # type: ignore[no-untyped-def]
+    """Returns which program has a tile: the range of p is p · work / workers to (p + 1) · ..."""
+    return (((tile + 1).to(tl.int64) * num_workers - 1) // total_work).to(tl.int32)
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
@@ -247,6 +308,8 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     new_values,
     keys,
     values,
+    key_rows,
+    value_rows,
     block_table,
     table_rows,
     seq_lens,
@@ -275,6 +338,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     GROUP: tl.constexpr,
     GROUP_ROWS: tl.constexpr,
     MERGED_ROWS: tl.constexpr,
+    MERGED_PARTS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_COLUMNS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -312,6 +376,8 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     is_column = columns < HEAD_DIM
     is_inside = is_row[:, None] & is_column[None, :]
     key_range = tl.arange(0, KEYS)
+    merged_rows = tl.arange(0, MERGED_ROWS)
+    is_merged = (merged_rows < GROUP)[:, None] & is_column[None, :]
     if NUM_SPLITS == 0:
         # Lengths are older than the queries: the kernel before this one does not write them.
         ids = tl.arange(0, SEQUENCES_AT_ONCE)
@@ -335,13 +401,16 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
                 CONTEXT,
             )
             total_work += tl.sum(work, 0)
-        num_workers = tl.minimum(tl.num_programs(0), tl.cdiv(total_work, min_work))
-        least_work = total_work // num_workers
-        # The first ranges have one tile more.
-        num_longer = total_work % num_workers
-        work_begin = tl.minimum(program, num_workers) * least_work + tl.minimum(program, num_longer)
-        work_end = work_begin + least_work + (program < num_longer).to(tl.int32)
-        work_end = tl.minimum(work_end, total_work)
+        num_workers = tl.cdiv(total_work, min_work)
+        if num_workers < tl.num_programs(0):
+            # Little work is not worth a program that has parts of two heads.
+            num_aligned = num_workers - num_workers % (num_sequences * num_kv_heads)
+            num_workers = tl.where(num_aligned > 0, num_aligned, num_workers)
+        num_workers = tl.minimum(num_workers, tl.num_programs(0))
+        worker = tl.minimum(program, num_workers).to(tl.int64)
+        work_begin = (worker * total_work // num_workers).to(tl.int32)
+        worker = tl.minimum(program + 1, num_workers).to(tl.int64)
+        work_end = (worker * total_work // num_workers).to(tl.int32)
         # The sequence that has the first tile of the range.
         sequence = 0
         head_begin = 0
@@ -382,6 +451,8 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     first_key, end_key = _visible_keys(
         length, window, context_index, BLOCK_SIZE, HAS_WINDOW, CONTEXT
     )
+    # If the step has the last key, it is not in the cache yet.
+    end_cached = tl.maximum(end_key - 1, 0) if WRITES else end_key
     num_tiles = _count_tiles(first_key, end_key, KEYS)
     if NUM_SPLITS == 0:
         kv_head = (work_begin - head_begin) // num_tiles
@@ -400,57 +471,68 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     first_num_tiles = num_tiles
     peak = tl.full([GROUP_ROWS], -float("inf"), tl.float32)
     total = tl.zeros([GROUP_ROWS], tl.float32)
-    y = tl.zeros([GROUP_ROWS, HEAD_COLUMNS], tl.float32)
-    if BLOCK_SIZE % KEYS == 0:
-        # Loaded one tile before: an address that is loaded with its tile halves the pipeline.
-        block = tl.load(block_table + table_row * table_stride + tile * KEYS // BLOCK_SIZE)
+    y = tl.zeros([HEAD_COLUMNS, GROUP_ROWS], tl.float32)
+    # Loaded one tile before: an address that is loaded with its tile halves the pipeline.
+    # A tile without keys in the cache is in block 0, as its own values need not be finite yet.
+    block = tl.load(
+        block_table + table_row * table_stride + tile * KEYS // BLOCK_SIZE,
+        mask=tile * KEYS < end_cached,
+        other=0,
+    )
+    if WRITES:
+        # Where this program stores new keys and values: of pairs that many programs apart.
+        stored = program + tl.arange(0, STORED_TOKENS) * tl.num_programs(0)
+        is_stored = stored < num_sequences * num_kv_heads
+        stored_sequence = stored // num_kv_heads
+        stored_head = stored % num_kv_heads
+        stored_row = tl.load(table_rows + stored_sequence, mask=is_stored, other=0).to(tl.int64)
+        position = tl.load(seq_lens + stored_sequence, mask=is_stored, other=0).to(tl.int32) - 1
+        is_stored &= position >= 0
+        stored_at = tl.load(
+            block_table + stored_row * table_stride + position // BLOCK_SIZE,
+            mask=is_stored,
+            other=0,
+        ).to(tl.int64)
+        stored_at = stored_at * block_stride + stored_head * kv_head_stride
+        stored_at += position % BLOCK_SIZE * slot_stride
+        stored_mask = is_stored[:, None] & is_column[None, :]
     if IS_DEPENDENT:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     for work in tl.range(work_begin, work_end):
         key = tile * KEYS + key_range
-        is_visible = key < end_key
+        is_visible = key < end_cached
         if HAS_WINDOW:
             is_visible &= key >= first_key
-        if BLOCK_SIZE % KEYS == 0:
-            at = block.to(tl.int64) * block_stride + kv_head * kv_head_stride
-            at += tile * KEYS % BLOCK_SIZE * slot_stride + key_range * slot_stride
-        else:
-            table = block_table + table_row * table_stride + key // BLOCK_SIZE
-            blocks = tl.load(table, mask=is_visible, other=0).to(tl.int64)
-            at = blocks * block_stride + kv_head * kv_head_stride + key % BLOCK_SIZE * slot_stride
         heads = kv_head * GROUP + rows
         query = tl.load(
             q + sequence * q_token_stride + heads[:, None] * q_head_stride + columns[None, :],
             mask=is_inside,
             other=0.0,
         )
-        key_pointers = keys + at[:, None] + columns[None, :]
-        value_pointers = values + at[:, None] + columns[None, :]
-        if WRITES:
-            # The last key and value come from the step.
-            is_new = (key == end_key - 1)[:, None]
-            new_key = new_keys + sequence * k_token_stride + kv_head * k_head_stride + columns
-            new_value = new_values + sequence * v_token_stride + kv_head * v_head_stride + columns
-            key_pointers = tl.where(is_new, new_key[None, :], key_pointers)
-            value_pointers = tl.where(is_new, new_value[None, :], value_pointers)
-        y, total, peak = _attend_to_tile(
-            query,
-            y,
-            total,
-            peak,
-            key_pointers,
-            value_pointers,
-            is_visible[:, None] & is_column[None, :],
-            is_visible[None, :],
-            scale,
-            cap,
-            IS_MASKED=True,
-            HAS_CAP=HAS_CAP,
-            EXACT=EXACT,
+        row = (block * num_kv_heads + kv_head) * BLOCK_SIZE + tile * KEYS % BLOCK_SIZE
+        k = key_rows.load([row, 0])
+        v = value_rows.load([row, 0])
+        scores = _multiply(k, tl.trans(query), None, EXACT)
+        p, decay, total, peak = _weigh_scores(
+            scores, total, peak, is_visible[:, None], scale, cap, 0, True, HAS_CAP
         )
+        y = _multiply(tl.trans(v), p.to(v.dtype), y * decay[None, :], EXACT)
         is_head_end = work + 1 == head_begin + num_tiles
         if is_head_end | (work + 1 == work_end):
+            if WRITES:
+                # The last key and value come from the step.
+                has_last_key = (tile == (end_key - 1) // KEYS) & (end_key > 0)
+                if has_last_key:
+                    last_key = new_keys + sequence * k_token_stride + kv_head * k_head_stride
+                    last_value = new_values + sequence * v_token_stride + kv_head * v_head_stride
+                    last_k = tl.load(last_key + columns, mask=is_column, other=0.0)
+                    last_v = tl.load(last_value + columns, mask=is_column, other=0.0)
+                    last_score = tl.sum(query.to(tl.float32) * last_k.to(tl.float32)[None, :], 1)
+                    last_p, last_decay, total, peak = _weigh_scores(
+                        last_score[None, :], total, peak, True, scale, cap, 0, False, HAS_CAP
+                    )
+                    y = y * last_decay[None, :] + last_v.to(tl.float32)[:, None] * last_p
             if NUM_SPLITS == 0:
                 has_first_tile = head_begin >= work_begin
                 is_complete = has_first_tile & is_head_end
@@ -461,11 +543,11 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
                 slot = program
             # Of base 2, as the exponents are.
             lse = tl.where(total == 0.0, -float("inf"), peak + tl.log2(total))
-            y = y / tl.where(total == 0.0, 1.0, total)[:, None]
+            head_y = tl.trans(y / tl.where(total == 0.0, 1.0, total)[None, :])
             row_index = (sequence * num_kv_heads + kv_head) * GROUP + rows
             tl.store(
                 merged + row_index[:, None] * HEAD_DIM + columns[None, :],
-                y.to(merged.dtype.element_ty),
+                head_y.to(merged.dtype.element_ty),
                 mask=is_inside & is_complete,
             )
             if RETURNS_LSE:
@@ -475,12 +557,12 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
                 tl.store(partial_lse + row_index, lse, mask=is_row & (not is_complete))
                 tl.store(
                     partial_y + row_index[:, None] * HEAD_DIM + columns[None, :],
-                    y,
+                    head_y,
                     mask=is_inside & (not is_complete),
                 )
             peak = tl.full([GROUP_ROWS], -float("inf"), tl.float32)
             total = tl.zeros([GROUP_ROWS], tl.float32)
-            y = tl.zeros([GROUP_ROWS, HEAD_COLUMNS], tl.float32)
+            y = tl.zeros([HEAD_COLUMNS, GROUP_ROWS], tl.float32)
         tile += TILE_STEP
         if NUM_SPLITS == 0:
             # The next head of this sequence, or the first one of the next sequence.
@@ -493,29 +575,17 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
             first_key, end_key = _visible_keys(
                 length, window, context_index, BLOCK_SIZE, HAS_WINDOW, CONTEXT
             )
+            end_cached = tl.maximum(end_key - 1, 0) if WRITES else end_key
             kv_head = tl.where(is_next_sequence, 0, kv_head + is_head_end.to(tl.int32))
             head_begin += tl.where(is_head_end, num_tiles, 0)
             num_tiles = _count_tiles(first_key, end_key, KEYS)
             tile = tl.where(is_head_end, first_key // KEYS, tile)
-        if BLOCK_SIZE % KEYS == 0:
-            block = tl.load(
-                block_table + table_row * table_stride + tile * KEYS // BLOCK_SIZE,
-                mask=work + 1 < work_end,
-                other=0,
-            )
+        block = tl.load(
+            block_table + table_row * table_stride + tile * KEYS // BLOCK_SIZE,
+            mask=(work + 1 < work_end) & (tile * KEYS < end_cached),
+            other=0,
+        )
     if WRITES:
-        # New keys and values that this program stores: each that many programs apart.
-        stored = program + tl.arange(0, STORED_TOKENS) * tl.num_programs(0)
-        is_stored = stored < num_sequences * num_kv_heads
-        stored_sequence = stored // num_kv_heads
-        stored_head = stored % num_kv_heads
-        table = tl.load(table_rows + stored_sequence, mask=is_stored, other=0).to(tl.int64)
-        last_key = tl.load(seq_lens + stored_sequence, mask=is_stored, other=0).to(tl.int32) - 1
-        is_stored &= last_key >= 0
-        table = block_table + table * table_stride + last_key // BLOCK_SIZE
-        stored_at = tl.load(table, mask=is_stored, other=0).to(tl.int64) * block_stride
-        stored_at += stored_head * kv_head_stride + last_key % BLOCK_SIZE * slot_stride
-        stored_mask = is_stored[:, None] & is_column[None, :]
         new_k = tl.load(
             new_keys
             + (stored_sequence * k_token_stride + stored_head * k_head_stride)[:, None]
@@ -540,45 +610,88 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
         if NUM_SPLITS == 0:
             shared_begin = tl.where(is_first, first_head_begin, head_begin)
             shared_end = shared_begin + tl.where(is_first, first_num_tiles, num_tiles)
-            begin_program = _program_of(shared_begin, least_work, num_longer)
-            num_parts = _program_of(shared_end - 1, least_work, num_longer) - begin_program + 1
+            begin_program = _program_of(shared_begin, total_work, num_workers)
+            num_parts = _program_of(shared_end - 1, total_work, num_workers) - begin_program + 1
+            part = program - begin_program
             first_slot = 2 * begin_program + 1
             is_shared = is_first | (head_begin > first_head_begin)
             is_shared &= (num_parts > 1) & (shared_begin < work_end)
         else:
             num_parts = tl.full([2], NUM_SPLITS, tl.int32)
-            first_slot = tl.full([2], program // NUM_SPLITS * NUM_SPLITS, tl.int32)
+            part = tl.full([2], program % NUM_SPLITS, tl.int32)
+            first_slot = program - part
             is_shared = is_first
-        # Everything that this program stored is visible to the program that merges.
-        tl.debug_barrier()
-        num_stored = tl.atomic_add(counters + shared_index, 1, mask=is_shared, sem="acq_rel")
-        is_last = is_shared & (num_stored == num_parts - 1)
-        tl.store(counters + shared_index, 0, mask=is_last)
+        # Many parts are merged in groups first, by several programs at once.
+        group_size = tl.where(num_parts > 2 * PARTS_OF_GROUP, PARTS_OF_GROUP, 1)
+        num_groups = tl.cdiv(num_parts, group_size)
+        group_begin = part // group_size * group_size
+        group_parts = tl.minimum(group_size, num_parts - group_begin)
+        group_slot = first_slot + tl.where(group_begin > 0, 1 + (group_begin - 1) * SLOT_STEP, 0)
+        is_grouped = is_shared & (group_parts > 1)
+        if tl.max(is_grouped.to(tl.int32), 0) == 1:
+            group_counters = counters + num_sequences * num_kv_heads + group_slot
+            is_last = _arrive(group_counters, group_parts, is_grouped)
+            for i in tl.range(0, 2, num_stages=1):
+                is_own = is_last & (shared == i)
+                if tl.max(is_own.to(tl.int32), 0) == 1:
+                    slot = tl.sum(tl.where(is_own, group_slot, 0), 0)
+                    merged_y, lse = _merge_parts(
+                        partial_y,
+                        partial_lse,
+                        slot,
+                        slot
+                        + tl.where(tl.sum(tl.where(is_own, group_begin, 0), 0) > 0, SLOT_STEP, 1),
+                        SLOT_STEP,
+                        tl.sum(tl.where(is_own, group_parts, 0), 0),
+                        merged_rows,
+                        columns,
+                        is_merged,
+                        HEAD_DIM,
+                        GROUP,
+                        MERGED_PARTS,
+                    )
+                    # The first part is overwritten.
+                    tl.debug_barrier()
+                    row_index = slot * GROUP + merged_rows
+                    tl.store(partial_lse + row_index, lse, mask=merged_rows < GROUP)
+                    tl.store(
+                        partial_y + row_index[:, None] * HEAD_DIM + columns[None, :],
+                        merged_y,
+                        mask=is_merged,
+                    )
+            is_shared &= is_last | (group_parts == 1)
+        is_last = _arrive(counters + shared_index, num_groups, is_shared)
     if WRITES:
         tl.store(keys + stored_at[:, None] + columns[None, :], new_k, mask=stored_mask)
         tl.store(values + stored_at[:, None] + columns[None, :], new_v, mask=stored_mask)
+        _clear_values(
+            values + stored_at,
+            tl.where(is_stored & (position % BLOCK_SIZE == 0), BLOCK_SIZE - 1, 0),
+            slot_stride,
+            HEAD_DIM,
+            HEAD_COLUMNS,
+        )
     if NUM_SPLITS != 1:
         for i in tl.range(0, 2, num_stages=1):
             is_own = is_last & (shared == i)
             if tl.max(is_own.to(tl.int32), 0) == 1:
                 slot = tl.sum(tl.where(is_own, first_slot, 0), 0)
-                index = tl.sum(tl.where(is_own, shared_index, 0), 0)
-                merged_rows = tl.arange(0, MERGED_ROWS)
-                is_merged = (merged_rows < GROUP)[:, None] & is_column[None, :]
+                step = tl.sum(tl.where(is_own, group_size, 0), 0) * SLOT_STEP
                 merged_y, lse = _merge_parts(
                     partial_y,
                     partial_lse,
                     slot,
-                    slot + 1,
-                    SLOT_STEP,
-                    tl.sum(tl.where(is_own, num_parts, 0), 0),
+                    slot + 1 + step - SLOT_STEP,
+                    step,
+                    tl.sum(tl.where(is_own, num_groups, 0), 0),
                     merged_rows,
                     columns,
                     is_merged,
                     HEAD_DIM,
                     GROUP,
+                    MERGED_PARTS,
                 )
-                row_index = index * GROUP + merged_rows
+                row_index = tl.sum(tl.where(is_own, shared_index, 0), 0) * GROUP + merged_rows
                 tl.store(
                     merged + row_index[:, None] * HEAD_DIM + columns[None, :],
                     merged_y.to(merged.dtype.element_ty),
@@ -604,41 +717,69 @@ class DecodeTiling:
     """How the decode kernel divides its work."""
 
     keys: int
-    """Keys of a tile."""
+    """Maximum number of keys of a tile, which is in one block."""
     programs_per_multiprocessor: int
     num_warps: int
-    num_stages: int
-    max_registers: int | None = None
-    min_work: int = 2
+    num_stages: int = 2
+    """One more than the tiles of a program that are in flight."""
+    min_work: int = 1
     """Minimum number of tiles of a program."""
 
 
 @functools.cache
-def _device_limits(device: int) -> tuple[int, int]:
+def _device_limits(device: int | None) -> tuple[int, int]:
     """Returns the number of multiprocessors, and the bytes of shared memory of a program."""
+    if device is None:  # Triton's interpreter, on a CPU.
+        return 2, 2**18
     properties = triton.runtime.driver.active.utils.get_device_properties(device)
     return properties["multiprocessor_count"], properties["max_shared_mem"]
 
 
-def choose_decode_tiling(head_dim: int, itemsize: int, shared_memory: int) -> DecodeTiling:
-    """Returns a tiling with two tiles of keys and values in flight, if they fit.
+def align_programs(num_programs: int, num_heads: int) -> int:
+    """Returns a multiple of the number of heads if most of the programs remain, else all programs.
 
-    The constants were measured on an H200 with 17 batches, see docs/benchmarks/inference.md.
+    If all sequences have the same length, each program then has a part of one head only.
+    num_heads: of keys, of all sequences.
+    """
+    num_aligned = num_programs // num_heads * num_heads
+    return num_aligned if num_aligned >= MIN_ALIGNED * num_programs else num_programs
+
+
+def choose_decode_tiling(
+    head_dim: int, itemsize: int, num_heads: int, num_multiprocessors: int, shared_memory: int
+) -> DecodeTiling:
+    """Returns a tiling in which each of several programs of a multiprocessor has a tile in flight.
+
+    Programs have few warps, as these wait for each other in each tile. The constants were measured
+    on an H200, see docs/benchmarks/inference.md. num_heads: of keys, of all sequences;
     shared_memory: bytes that a program can have.
     """
-    columns = max(16, triton.next_power_of_2(head_dim))
+    row_bytes = max(16, triton.next_power_of_2(head_dim)) * itemsize
+
+    def fit(keys: int, num_programs: int, num_warps: int) -> DecodeTiling:
+        # Keys, values and queries.
+        program_bytes = (2 * keys + MIN_ROWS) * row_bytes
+        num_programs = max(min(shared_memory // program_bytes, num_programs), 1)
+        return DecodeTiling(keys, num_programs, num_warps)
+
+    keys = max(min(TILE_BYTES // row_bytes, 64), 16)
     if itemsize == 4:
-        keys, num_programs, num_warps, max_registers = (32 if columns <= 128 else 16), 1, 4, None
-    elif columns > 128:
-        keys, num_programs, num_warps, max_registers = 64, 1, 8, None
-    elif columns > 64:
-        keys, num_programs, num_warps, max_registers = 64, 2, 4, None
-    else:
-        keys, num_programs, num_warps, max_registers = 64, 3, 4, 168
-    stage_bytes = (2 * keys + MIN_ROWS) * columns * itemsize
-    # One tile in flight has two stages, n have n + 1.
-    num_stages = 3 if 2 * stage_bytes < shared_memory else 2
-    return DecodeTiling(keys, num_programs, num_warps, num_stages, max_registers)
+        return fit(keys, 4, num_warps=4)
+    if keys * row_bytes < TILE_BYTES:
+        return fit(keys, 4, num_warps=1)
+    tiling = fit(keys, 4, num_warps=2)
+    num_programs = num_multiprocessors * tiling.programs_per_multiprocessor
+    if keys == 64 and align_programs(num_programs, num_heads) % num_heads > 0:
+        # Many small programs lose less if their ranges begin anywhere.
+        return fit(32, 8, num_warps=1)
+    return tiling
+
+
+def _rows_of(cache: Tensor, keys: int) -> Any:
+    """Returns a descriptor of the rows of a cache, of which a tile has `keys` in sequence."""
+    rows = cache.view(-1, cache.shape[-1])
+    columns = max(16, triton.next_power_of_2(rows.shape[1]))
+    return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [keys, columns])
 
 
 def decode_attention(
@@ -672,28 +813,44 @@ def decode_attention(
     kv_heads = cache.keys.shape[1]
     group = num_heads // kv_heads
     num_multiprocessors, shared_memory = _device_limits(q.device.index)
+    num_pairs = num_sequences * kv_heads
     if tiling is None:
-        tiling = choose_decode_tiling(head_dim, q.element_size(), shared_memory)
+        # With splits, the tiles of a sequence do not depend on the number of sequences.
+        tiling = choose_decode_tiling(
+            head_dim,
+            q.element_size(),
+            1 if num_splits else num_pairs,
+            num_multiprocessors,
+            shared_memory,
+        )
     if num_splits:
-        num_programs = num_slots = num_sequences * kv_heads * num_splits
+        num_programs = num_slots = num_pairs * num_splits
     else:
         num_programs = num_multiprocessors * tiling.programs_per_multiprocessor
+        num_programs = align_programs(min(num_programs, MAX_PARTS // 2), num_pairs)
         num_slots = 2 * num_programs
     y_dtype = q.dtype if own is None else torch.float32
     y = torch.empty((num_sequences, num_heads, head_dim), dtype=y_dtype, device=q.device)
     partial_y = torch.empty((num_slots, group, head_dim), dtype=torch.float32, device=q.device)
     partial_lse = torch.empty((num_slots, group), dtype=torch.float32, device=q.device)
     if counters is None:
-        counters = torch.zeros(num_sequences * kv_heads, dtype=torch.int32, device=q.device)
-    sequences_at_once = 32 if num_sequences <= 32 else MAX_SEQUENCES_AT_ONCE
+        num_counters = num_split_counters(num_sequences, kv_heads)
+        counters = torch.zeros(num_counters, dtype=torch.int32, device=q.device)
+    sequences_at_once = triton.next_power_of_2(num_sequences)
+    sequences_at_once = min(max(sequences_at_once, 32), MAX_SEQUENCES_AT_ONCE)
     is_dependent = has_dependent_launch(q.device.index)
     new_keys, new_values = new if new is not None else (q, q)
+    merged_rows = triton.next_power_of_2(group)
+    columns = max(16, triton.next_power_of_2(head_dim))
+    keys = min(tiling.keys, cache.block_size)
     _decode_kernel[(num_programs,)](
         q,
         new_keys,
         new_values,
         cache.keys,
         cache.values,
+        _rows_of(cache.keys, keys),
+        _rows_of(cache.values, keys),
         block_table,
         table_rows,
         seq_lens,
@@ -716,12 +873,13 @@ def decode_attention(
         0 if own is None else own.context_index,
         tiling.min_work,
         GROUP=group,
-        GROUP_ROWS=max(MIN_ROWS, triton.next_power_of_2(group)),
-        MERGED_ROWS=triton.next_power_of_2(group),
+        GROUP_ROWS=max(MIN_COLUMNS, triton.next_power_of_2(group)),
+        MERGED_ROWS=merged_rows,
+        MERGED_PARTS=max(2, min(8, MERGED_ELEMENTS * tiling.num_warps // merged_rows // columns)),
         HEAD_DIM=head_dim,
-        HEAD_COLUMNS=max(16, triton.next_power_of_2(head_dim)),
+        HEAD_COLUMNS=columns,
         BLOCK_SIZE=cache.block_size,
-        KEYS=tiling.keys,
+        KEYS=keys,
         NUM_SPLITS=num_splits,
         HAS_CAP=cap > 0.0,
         HAS_WINDOW=window > 0,
@@ -732,10 +890,9 @@ def decode_attention(
         IS_DEPENDENT=is_dependent,
         SEQUENCES_AT_ONCE=sequences_at_once,
         HAS_ONE_CHUNK=num_sequences <= sequences_at_once,
-        STORED_TOKENS=triton.next_power_of_2(triton.cdiv(num_sequences * kv_heads, num_programs)),
+        STORED_TOKENS=triton.next_power_of_2(triton.cdiv(num_pairs, num_programs)),
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
-        maxnreg=tiling.max_registers,
         launch_pdl=is_dependent,
     )
     return y
@@ -1005,7 +1162,10 @@ def _write_kernel(  # type: ignore[no-untyped-def]
     BLOCK_SIZE: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
-    """Writes the keys and the values of one head of some tokens into their slots."""
+    """Writes the keys and the values of one head of some tokens into their slots.
+
+    If the first token of a block is written, the values after its last token are cleared.
+    """
     if IS_DEPENDENT:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -1016,6 +1176,7 @@ def _write_kernel(  # type: ignore[no-untyped-def]
     columns = tl.arange(0, HEAD_COLUMNS)[None, :]
     inside = is_token[:, None] & (columns < HEAD_DIM)
     at = slots // BLOCK_SIZE * block_stride + slots % BLOCK_SIZE * slot_stride
+    value_rows = values + at + head * kv_head_stride
     at = at[:, None] + head * kv_head_stride + columns
     key = tl.load(
         k + tokens[:, None] * k_token_stride + head * k_head_stride + columns, mask=inside
@@ -1025,6 +1186,12 @@ def _write_kernel(  # type: ignore[no-untyped-def]
         v + tokens[:, None] * v_token_stride + head * v_head_stride + columns, mask=inside
     )
     tl.store(values + at, value.to(values.dtype.element_ty), mask=inside)
+    offset = slots % BLOCK_SIZE
+    first = tl.load(slot_mapping + tokens - offset, mask=is_token & (tokens >= offset), other=-1)
+    next_slot = tl.load(slot_mapping + tokens + 1, mask=tokens + 1 < num_tokens, other=-1)
+    is_last = is_token & (first == slots - offset) & (next_slot != slots + 1)
+    num_cleared = tl.where(is_last, BLOCK_SIZE - 1 - offset, 0)
+    _clear_values(value_rows, num_cleared, slot_stride, HEAD_DIM, HEAD_COLUMNS)
 
 
 def write_cache(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slot_mapping: Tensor) -> None:
@@ -1207,6 +1374,8 @@ def supports(cache: KVCache) -> bool:
         cache.keys.dtype in (torch.float32, torch.bfloat16, torch.float16)
         and cache.block_size in (16, 32, 64, 128)
         and cache.keys.shape[-1] <= 256
+        # Descriptors of rows have addresses that are multiples of 16 bytes.
+        and cache.keys.shape[-1] * cache.keys.element_size() % 16 == 0
     )
 
 

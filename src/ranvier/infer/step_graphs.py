@@ -24,7 +24,7 @@ from ranvier.infer.sampler_kernels import resolve_tokens
 from ranvier.infer.sampling_inputs import SamplingFlags, SamplingInputs
 from ranvier.infer.step_input import HomeInput, SequenceChunk, StepInput
 from ranvier.infer.step_sizes import GraphSize, StepSizes
-from ranvier.models.paged_attention import PagedSequences
+from ranvier.models.paged_attention import PagedSequences, num_split_counters
 from ranvier.nn.compile_fallback import CompileFallback
 
 TOKEN_FIELDS = 6
@@ -105,7 +105,7 @@ class StepGraphs:
         num_rows = max(size.num_rows for size in sizes.all_sizes())
         int32 = partial(torch.zeros, dtype=torch.int32, device=self._device)
         self._block_table = int32(num_rows, max_blocks)
-        self._split_counters = int32(num_rows * kv_heads)
+        self._split_counters = int32(num_split_counters(num_rows, kv_heads))
         self._host_table = np.zeros((num_rows, max_blocks), dtype=np.int32)
         self._written: list[tuple[Sequence[int], int]] = [((), 0)] * num_rows
         """Blocks of each row of the table, and how many of them were written."""

@@ -24,6 +24,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+MAX_PARTS = 8192
+"""Maximum number of parts that a kernel divides the sequences and heads of a step into."""
+
+
+def num_split_counters(num_sequences: int, num_kv_heads: int) -> int:
+    """Returns how many counters a decode kernel needs: of all heads, and of groups of parts."""
+    return num_sequences * num_kv_heads + MAX_PARTS
+
 
 class EarlyExit(Protocol):
     """Decides after each iteration of recurrent layers which tokens need no further one."""
@@ -83,7 +91,8 @@ class PagedSequences:
     """Which tokens have fewer iterations; None if none has."""
 
     split_counters: Tensor | None = None
-    """Scratch memory of decode kernels, int32 `[n · g]`; zeros before and after each use."""
+    """Scratch memory of decode kernels, int32, of `num_split_counters`; zeros before and after each
+    use."""
 
     dynamic_dims: ClassVar[Mapping[str, tuple[int, ...]]] = MappingProxyType(
         {
