@@ -5,12 +5,14 @@
 
 A cell has a batch of 1 to 256, 1 to 16 kv heads, groups of 1, 4 or 8 heads, a head dim of 64 to 256
 and lengths of 128 to 65,536, equal or mixed, as far as they fit into --gib. The kernel, which also
-writes the new keys and values, is captured as a CUDA graph as in the engine. The lengths change
-between replays, and the cache of the device is overwritten in between. Before a cell is timed, the
-outputs for its first lengths are compared with plain attention in fp32.
+writes the new keys and values, is captured as a CUDA graph as in the engine: some layers, one after
+another, with caches of their own. The lengths change between replays, and the cache of the device
+is overwritten in between. Before a cell is timed, the outputs for its first lengths are compared
+with plain attention in fp32.
 
-Printed is the share of the bandwidth of a copy. With --old, the kernel of another tree runs in the
-same cells with each number of splits it may have, and the ratio to its best one is printed.
+Printed are the time of a layer and its share of the bandwidth of a copy. With --old, the kernel of
+another tree runs in the smaller cells with each number of splits it may have, and the ratio to its
+best one is printed.
 """
 
 from __future__ import annotations
@@ -35,13 +37,17 @@ from script_parser import ScriptParser
 from torch import Tensor
 
 from ranvier.launch import has_triton
-from ranvier.models.paged_attention import KVCache
+from ranvier.models.paged_attention import KVCache, num_split_counters
 
 BLOCK_SIZE = 64
 ITEMSIZE = 2
 MIN_BYTES = 128e6
 """Smaller cells cannot reach the bandwidth of a copy, and are compared with the old kernel."""
 OLD_SPLITS = (1, 2, 4, 8, 16, 32)
+GRAPH_BYTES = 1e9
+"""Keys and values that the layers of a graph read, so that the next replay finds none in a cache of
+the device, and the launch of the graph takes a small part of the time."""
+MAX_LAYERS = 24
 NUM_DRAWS = 3
 """Sets of lengths of a cell."""
 MAX_ERROR = 0.02
@@ -109,30 +115,34 @@ class Inputs:
     """Tensors of a cell."""
 
     q: Tensor
-    cache: KVCache
+    caches: list[KVCache]
+    """Keys and values of each layer."""
     block_table: Tensor
     table_rows: Tensor
     seq_lens: Tensor
     new: tuple[Tensor, Tensor]
     counters: Tensor
 
-    def attend(self, kernels: Any, **options: int) -> Tensor:
-        """Runs the decode kernel of a module."""
-        y: Tensor = kernels.decode_attention(
-            self.q,
-            self.cache,
-            self.block_table,
-            self.table_rows,
-            self.seq_lens,
-            new=self.new,
-            counters=self.counters,
-            **options,
-        )
-        return y
+    def attend(self, kernels: Any, **options: int) -> list[Tensor]:
+        """Runs the decode kernel of a module for each layer."""
+        return [
+            kernels.decode_attention(
+                self.q,
+                cache,
+                self.block_table,
+                self.table_rows,
+                self.seq_lens,
+                new=self.new,
+                counters=self.counters,
+                **options,
+            )
+            for cache in self.caches
+        ]
 
 
 def make_inputs(cell: Cell, device: torch.device) -> Inputs:
     """Returns random tensors, with the blocks of a sequence anywhere in the cache."""
+    num_layers = min(max(round(GRAPH_BYTES / cell.read_bytes), 2), MAX_LAYERS)
     num_sequences = len(cell.lengths[0])
     num_blocks = [-(-length // BLOCK_SIZE) for length in cell.max_lengths]
     order = torch.randperm(sum(num_blocks)).add(1).int()
@@ -145,27 +155,29 @@ def make_inputs(cell: Cell, device: torch.device) -> Inputs:
 
     cache_shape = (sum(num_blocks) + 1, cell.kv_heads, BLOCK_SIZE, cell.head_dim)
     new_shape = (num_sequences, cell.kv_heads, cell.head_dim)
+    num_counters = num_split_counters(num_sequences, cell.kv_heads)
     return Inputs(
         q=draw(num_sequences, cell.kv_heads * cell.group, cell.head_dim),
-        cache=KVCache(draw(*cache_shape), draw(*cache_shape)),
+        caches=[KVCache(draw(*cache_shape), draw(*cache_shape)) for _ in range(num_layers)],
         block_table=block_table.to(device),
         table_rows=torch.arange(num_sequences, device=device),
         seq_lens=torch.tensor(cell.lengths[0], dtype=torch.int32, device=device),
         new=(draw(*new_shape), draw(*new_shape)),
-        counters=torch.zeros(num_sequences * cell.kv_heads, dtype=torch.int32, device=device),
+        counters=torch.zeros(num_counters, dtype=torch.int32, device=device),
     )
 
 
 def plain_attention(inputs: Inputs) -> Tensor:
-    """Returns what the kernel must return, in fp32: softmax(q Kᵀ / √d) V of each sequence."""
+    """Returns what the last layer must return, in fp32: softmax(q Kᵀ / √d) V of each sequence."""
     num_sequences, num_heads, head_dim = inputs.q.shape
-    kv_heads = inputs.cache.keys.shape[1]
+    cache = inputs.caches[-1]
+    kv_heads = cache.keys.shape[1]
     y = torch.empty(num_sequences, num_heads, head_dim, device=inputs.q.device)
     for i, length in enumerate(inputs.seq_lens.tolist()):
         positions = torch.arange(length, device=y.device)
         blocks = inputs.block_table[i][positions // BLOCK_SIZE].long()
         slots = positions % BLOCK_SIZE
-        k, v = (x[blocks, :, slots].float() for x in (inputs.cache.keys, inputs.cache.values))
+        k, v = (x[blocks, :, slots].float() for x in (cache.keys, cache.values))
         k[-1], v[-1] = inputs.new[0][i], inputs.new[1][i]
         q = inputs.q[i].view(kv_heads, -1, head_dim).float()
         weights = (torch.einsum("ghk,tgk->ght", q, k) * head_dim**-0.5).softmax(-1)
@@ -176,7 +188,7 @@ def plain_attention(inputs: Inputs) -> Tensor:
 def check_outputs(kernels: ModuleType, inputs: Inputs) -> None:
     """Compares the outputs of a kernel with plain attention."""
     expected = plain_attention(inputs)
-    error = (inputs.attend(kernels).float() - expected).abs().max() / expected.abs().max()
+    error = (inputs.attend(kernels)[-1].float() - expected).abs().max() / expected.abs().max()
     if not error < MAX_ERROR:
         raise SystemExit(
             f"The outputs differ from plain attention by {error:.1%} of the largest one, more than "
@@ -187,7 +199,7 @@ def check_outputs(kernels: ModuleType, inputs: Inputs) -> None:
 def replay_seconds(
     run: Callable[[], object], inputs: Inputs, draws: list[Tensor], flush: Tensor, repeats: int
 ) -> float:
-    """Returns the time of a kernel in a CUDA graph: the mean over lengths of medians."""
+    """Returns the time of a layer in a CUDA graph: the mean over lengths of medians."""
     run()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -204,10 +216,11 @@ def replay_seconds(
             stop.record()
             pairs.append((start, stop))
     torch.cuda.synchronize()
-    return statistics.mean(
+    seconds = statistics.mean(
         statistics.median(start.elapsed_time(stop) / 1e3 for start, stop in pairs)
         for pairs in events
     )
+    return seconds / len(inputs.caches)
 
 
 def copy_bandwidth(flush: Tensor) -> float:
@@ -321,9 +334,10 @@ def main() -> None:
             replay_seconds, inputs=inputs, draws=draws, flush=flush, repeats=options.repeats
         )
         seconds = measure(partial(inputs.attend, paged_kernels))
+        is_small = cell.read_bytes < MIN_BYTES
         old_seconds = {
             splits: measure(partial(inputs.attend, old_kernels, num_splits=splits))
-            for splits in (OLD_SPLITS if old_kernels is not None else ())
+            for splits in (OLD_SPLITS if old_kernels is not None and is_small else ())
         }
         old_splits = min(old_seconds, key=lambda splits: old_seconds[splits], default=None)
         row = Row(
