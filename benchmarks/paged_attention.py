@@ -140,11 +140,16 @@ class Inputs:
         ]
 
 
-def make_inputs(cell: Cell, device: torch.device) -> Inputs:
+def make_flush() -> Tensor:
+    """Returns a tensor that fills the cache of a GPU when it is overwritten."""
+    return torch.empty(64 * 2**20, dtype=torch.int32, device="cuda")
+
+
+def make_inputs(cell: Cell, device: torch.device, block_size: int = BLOCK_SIZE) -> Inputs:
     """Returns random tensors, with the blocks of a sequence anywhere in the cache."""
     num_layers = min(max(round(GRAPH_BYTES / cell.read_bytes), 2), MAX_LAYERS)
     num_sequences = len(cell.lengths[0])
-    num_blocks = [-(-length // BLOCK_SIZE) for length in cell.max_lengths]
+    num_blocks = [-(-length // block_size) for length in cell.max_lengths]
     order = torch.randperm(sum(num_blocks)).add(1).int()
     block_table = torch.zeros(num_sequences, max(num_blocks), dtype=torch.int32)
     for row, blocks in zip(block_table, order.split(num_blocks), strict=True):
@@ -153,7 +158,7 @@ def make_inputs(cell: Cell, device: torch.device) -> Inputs:
     def draw(*shape: int) -> Tensor:
         return torch.empty(shape, device=device, dtype=torch.bfloat16).normal_()
 
-    cache_shape = (sum(num_blocks) + 1, cell.kv_heads, BLOCK_SIZE, cell.head_dim)
+    cache_shape = (sum(num_blocks) + 1, cell.kv_heads, block_size, cell.head_dim)
     new_shape = (num_sequences, cell.kv_heads, cell.head_dim)
     num_counters = num_split_counters(num_sequences, cell.kv_heads)
     return Inputs(
@@ -322,7 +327,7 @@ def main() -> None:
     from ranvier.infer import paged_kernels
 
     old_kernels = None if options.old is None else load_old_kernels(options.old)
-    flush = torch.empty(64 * 2**20, dtype=torch.int32, device="cuda")
+    flush = make_flush()
     bandwidth = copy_bandwidth(flush)
     print(f"{torch.cuda.get_device_name()}: copy {bandwidth / 1e12:.2f} TB/s", flush=True)
     rows = []

@@ -221,7 +221,7 @@ def measure_rates(device: torch.device) -> Rates:
     """Returns the rates of a copy, of the fastest of some matmuls, and of flash attention."""
     if device.type == "cpu":
         return Rates(1e10, 1e11, 1e11)
-    from paged_attention import copy_bandwidth
+    from paged_attention import copy_bandwidth, make_flush
 
     options: Any = {"device": device, "dtype": torch.bfloat16}
     matmul = 0.0
@@ -236,7 +236,7 @@ def measure_rates(device: torch.device) -> Rates:
     q, k_, v = (torch.randn(batch, heads, length, head_dim, **options) for _ in range(3))
     attend = partial(torch.nn.functional.scaled_dot_product_attention, q, k_, v, is_causal=True)
     flops = 4.0 * batch * heads * head_dim * length * length / 2
-    return Rates(copy_bandwidth(), matmul, flops / repeated_seconds(attend, device))
+    return Rates(copy_bandwidth(make_flush()), matmul, flops / repeated_seconds(attend, device))
 
 
 def repeated_seconds(work: Callable[[], object], device: torch.device, runs: int = 10) -> float:

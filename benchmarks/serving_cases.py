@@ -10,11 +10,11 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import serving_peers as peers
-import torch
 from serving_bound import draw_lengths, draw_prompts
 from serving_engine import (
     Row,
@@ -134,26 +134,29 @@ def batch64_ours(setup: Setup, model: Decoder) -> Row:
 
 def attention_alone(setup: Setup) -> Row:
     """The decode attention kernel of a layer, by the bytes of keys and values."""
-    from paged_attention import seconds_of
+    from paged_attention import Cell, make_flush, make_inputs, replay_seconds
 
-    from ranvier.infer.paged_kernels import decode_attention
-    from ranvier.models.paged_attention import KVCache
+    from ranvier.infer import paged_kernels
 
     count, length = setup.work.batch
     config = setup.config
+    cell = Cell(
+        kv_heads=config.kv_heads,
+        group=config.heads // config.kv_heads,
+        head_dim=config.head_dim,
+        is_mixed=False,
+        lengths=((length,) * count,),
+    )
     block_size = EngineConfig(**setup.settings).block_size
-    blocks = -(-length // block_size)
-    options: Any = {"device": setup.device, "dtype": setup.dtype}
-    shape = (count * blocks + 1, config.kv_heads, block_size, config.head_dim)
-    cache = KVCache(torch.randn(shape, **options), torch.randn(shape, **options))
-    order = torch.randperm(count * blocks, device=setup.device)
-    table = order.add(1).int().view(count, blocks)
-    lengths = torch.full((count,), length, dtype=torch.int32, device=setup.device)
-    q = torch.randn(count, config.heads, config.head_dim, **options)
-    rows = torch.arange(count, device=setup.device)
-    seconds = seconds_of(lambda: decode_attention(q, cache, table, rows, lengths))
-    num_bytes = count * length * setup.bound.kv_bytes / config.layers
-    share = num_bytes / seconds / setup.bound.rates.bandwidth
+    inputs = make_inputs(cell, setup.device, block_size)
+    seconds = replay_seconds(
+        partial(inputs.attend, paged_kernels),
+        inputs,
+        draws=[inputs.seq_lens.clone()],
+        flush=make_flush(),
+        repeats=50,
+    )
+    share = cell.read_bytes / seconds / setup.bound.rates.bandwidth
     return {"kernel_us": seconds * 1e6, "share_of_bandwidth": share, "accepted_share": 0.85}
 
 
