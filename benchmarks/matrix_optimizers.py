@@ -257,6 +257,8 @@ class Comparison:
 
     run_all: Callable[[Sequence[tuple[Job]]], list[Curve]]
     seeds: int
+    max_rates: int | None = None
+    """Number of learning rates to choose from; None: all."""
     curves: list[Curve] = field(default_factory=list)
 
     def run_jobs(self, jobs: Sequence[Job]) -> list[Curve]:
@@ -273,6 +275,7 @@ class Comparison:
 
     def choose_rates(self, groups: Sequence[Sequence[Job]]) -> list[Job]:
         """Returns the job with the lowest final loss of each group."""
+        groups = [group[: self.max_rates] for group in groups]
         jobs = [job for group in groups for job in group]
         found = iter(self.run_jobs(jobs))
         best = []
@@ -352,7 +355,7 @@ def main(words: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("claims", nargs="*", help="muon, jorge; both by default")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--tiny", action="store_true", help="a few steps, one seed, one layer")
+    parser.add_argument("--tiny", action="store_true", help="a few steps, one seed, two rates")
     parser.add_argument(
         "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="of the decoder"
     )
@@ -369,13 +372,18 @@ def main(words: Sequence[str] | None = None) -> int:
     overrides: dict[str, dict[str, Any]] = {}
     if asked.tiny:
         steps = dict.fromkeys(steps, 5)
-        overrides = {"model": {"layers": 1}, "plan": {"global_batch": 2}, "data": {"seq_len": 16}}
+        overrides = {"model": {"layers": 1, "vocab": 260}, "plan": {"global_batch": 2}}
+        overrides["data"] = {"seq_len": 16, "tokenizer": "bytes"}
         # The few documents of a small corpus may have none in a small fraction.
         overrides["data"]["validation_fraction"] = 0.2
         overrides["train"] = {"eval_samples": 4, "eval_interval": 5}
         asked.seeds = 1
     start = time.perf_counter()
-    comparison = Comparison(partial(run_jobs, train, processes=asked.processes), asked.seeds)
+    comparison = Comparison(
+        partial(run_jobs, train, processes=asked.processes),
+        asked.seeds,
+        max_rates=2 if asked.tiny else None,
+    )
     results = []
     if "muon" in claims:
         results.append(check_muon(comparison, steps["adamw"], overrides, asked.device))

@@ -114,7 +114,7 @@ SMOKE = Sizes(
     micro_batch=2,
     rounds=2,
     loss_shape=Shape.of(2, 64, 8, 128, vocab=256, max_seq=16),
-    loss_steps=4,
+    loss_steps=2,
 )
 
 

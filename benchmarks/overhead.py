@@ -46,10 +46,12 @@ def settings() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--steps", type=int, default=10, help="steps per turn")
     parser.add_argument("--turns", type=int, default=7)
+    parser.add_argument("--warm-up-steps", type=int, default=10, help="before the turns")
     parser.add_argument("--smoke", action="store_true", help="a small model on the CPU, as a check")
     asked = parser.parse_args()
     if asked.smoke:
-        asked.size, asked.seq, asked.batch, asked.steps, asked.turns = "tiny", 32, 2, 1, 1
+        asked.size, asked.seq, asked.batch = "tiny", 32, 2
+        asked.steps, asked.turns, asked.warm_up_steps = 1, 1, 1
         torch.set_num_threads(1)
     return asked
 
@@ -129,8 +131,8 @@ def main() -> None:
         )
         rows = trainer.run_steps()
         with open_loggers(trainer.run, Path(out)) as sink:
-            bare(trainer, 10)
-            full(rows, sink, trainer, 10)
+            bare(trainer, asked.warm_up_steps)
+            full(rows, sink, trainer, asked.warm_up_steps)
             times = []
             for turn in range(asked.turns):  # who is first changes, so that a drift cancels
                 first = bare(trainer, asked.steps) if turn % 2 == 0 else 0.0

@@ -38,7 +38,6 @@ from right_step import (
     parallel_gradients,
 )
 from torch import Tensor, distributed, nn
-from torch.distributed.tensor import DTensor
 
 from ranvier.config import run as runs
 from ranvier.config.run import RunConfig
@@ -272,6 +271,8 @@ def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def local_tensor(x: Tensor) -> Tensor:
     """Returns the whole tensor of the only rank."""
+    from torch.distributed.tensor import DTensor  # imports sympy, which takes a while
+
     return x.to_local() if isinstance(x, DTensor) else x
 
 

@@ -59,13 +59,6 @@ from typing import Any
 import torch
 from script_parser import ScriptParser
 from torch import Tensor, distributed, nn
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import (
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleZBVZeroBubble,
-)
 
 from ranvier.buckets.scheduler import BucketScheduler
 from ranvier.config.plan import Plan
@@ -91,11 +84,12 @@ SIGMA, SLOW = 0.5, 1.5
 CASES = ("balanced", "jitter", "slow")
 KINDS = "FBW"
 TORCH = {
-    "torch GPipe": (ScheduleGPipe, 1),
-    "torch 1F1B": (Schedule1F1B, 1),
-    "torch Interleaved": (ScheduleInterleaved1F1B, 2),
-    "torch ZBV": (ScheduleZBVZeroBubble, 2),
+    "torch GPipe": ("ScheduleGPipe", 1),
+    "torch 1F1B": ("Schedule1F1B", 1),
+    "torch Interleaved": ("ScheduleInterleaved1F1B", 2),
+    "torch ZBV": ("ScheduleZBVZeroBubble", 2),
 }
+"""Class in `torch.distributed.pipelining` and chunks of each of torch's schedules."""
 OURS = {
     1: ("message_driven", "message_driven =mem", "1f1b", "gpipe", "zero-bubble"),
     2: ("message_driven", "message_driven =mem", "interleaved", "zero-bubble"),
@@ -110,7 +104,7 @@ def settings() -> argparse.Namespace:
     """Parses the command line."""
     parser = ScriptParser(
         __doc__,
-        smoke="--quick --repeat 2 --ranks 2 --case balanced --json {folder}/rows.json",
+        smoke="--quick --repeat 2 --layers 2 --ranks 2 --case balanced --json {folder}/rows.json",
     )
     add = parser.add_argument
     add("--ranks", type=int, action="append", choices=(2, 4), help="default: 2 and 4")
@@ -404,18 +398,22 @@ class Field:
 
     def torchs(self, name: str) -> Contestant:
         """Returns one of torch's schedules."""
+        from torch.distributed import pipelining
+        from torch_stages import RecordingStage
+
         (kind, chunks), setting = TORCH[name], self.setting
+        is_zbv = kind == "ScheduleZBVZeroBubble"
         count = setting.ranks * chunks
         mine = [c * setting.ranks + self.rank for c in range(chunks)]
-        if kind is ScheduleZBVZeroBubble:
+        if is_zbv:
             mine = [self.rank, count - 1 - self.rank]
         moment, effort, log = StepContext(), Effort(setting, chunks), list[int]()
         blocks = {v: Block(effort, moment, self.rank, v) for v in mine}
-        if kind is ScheduleZBVZeroBubble:
+        if is_zbv:
             moment.deferred_weight_grads = []
         example = torch.empty(setting.rows, setting.width, requires_grad=True)
         stages = [
-            Counted(
+            RecordingStage(
                 block,
                 v,
                 count,
@@ -430,7 +428,7 @@ class Field:
         ]
         for stage in stages:
             stage.log = log
-        schedule: Any = kind(
+        schedule: Any = getattr(pipelining, kind)(
             stages if chunks > 1 else stages[0],
             setting.micros,
             loss_fn=loss_of,
@@ -461,29 +459,6 @@ def waiting(moment: StepContext) -> Callable[[], None]:
             work()
 
     return run
-
-
-class Counted(PipelineStage):
-    """Torch's stage that records its activations."""
-
-    log: list[int]
-
-    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        """Keeps an activation."""
-        self.log.append(1)
-        return super().forward_one_chunk(*args, **kwargs)
-
-    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        """Frees it, unless weight gradients follow."""
-        result = super().backward_one_chunk(*args, **kwargs)
-        self.log.append(-1 if kwargs.get("full_backward", True) else 0)
-        return result
-
-    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        """Frees it."""
-        result = super().backward_weight_one_chunk(*args, **kwargs)
-        self.log.append(-1)
-        return result
 
 
 # ---- a setting --------------------------------------------------------------------------------

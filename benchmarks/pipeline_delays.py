@@ -16,16 +16,16 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 TESTS = Path(__file__).resolve().parents[1] / "tests"
 sys.path[:0] = [str(TESTS), str(TESTS / "pipeline")]
 
 from script_parser import ScriptParser  # noqa: E402
-from test_stages import CLIP, LR, serial, whole_product  # noqa: E402
 
-from equivalence import Case, compare, run_case  # noqa: E402
-from grids import label  # noqa: E402
-from pool import Pool, RankError  # noqa: E402
+if TYPE_CHECKING:
+    from equivalence import Case
+    from pool import Pool
 
 FIRST_SEED = 1_000_000
 """First seed: tests use the numbers of their cases, which are smaller."""
@@ -41,12 +41,20 @@ def settings() -> argparse.Namespace:
 
 def drawn(number: int) -> tuple[dict[str, int], Case]:
     """Returns the case of a number."""
+    # Tests import transformers, which `--help` need not wait for.
+    from test_stages import whole_product
+
     grid, case = random.Random(number).choice(whole_product())
     return grid, replace(case, delay=FIRST_SEED + number)
 
 
 def differences(pool: Pool, grid: dict[str, int], case: Case) -> list[str]:
     """Returns the differences to one process."""
+    from test_stages import CLIP, LR, serial
+
+    from equivalence import compare, run_case
+    from pool import RankError
+
     whole = serial(case.model, case.packed, case.steps)
     try:
         return compare(whole, pool.on_grid(grid, run_case, case, whole.batch, LR, CLIP))
@@ -56,7 +64,11 @@ def differences(pool: Pool, grid: dict[str, int], case: Case) -> list[str]:
 
 def main() -> int:
     """Tries all cases."""
-    asked, pool, bad, start = settings(), Pool(), 0, time.perf_counter()
+    asked, bad, start = settings(), 0, time.perf_counter()
+    from grids import label
+    from pool import Pool
+
+    pool = Pool()
     for number in range(asked.first, asked.first + asked.count):
         grid, case = drawn(number)
         lines = differences(pool, grid, case)

@@ -6,15 +6,22 @@ import ast
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import script_parser
 
+from sampling import covering_sample
+
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "benchmarks"
 LIMIT_SECONDS = 120
 """Ends a smoke that hangs. It takes at most 10 s, but the machine may be busy."""
+NUM_DRAWN = 6
+"""Number of smokes that run without `--full`."""
+NUM_PARALLEL = 2
+"""Number of smokes that run at the same time."""
 
 PRINT_HELP = """
 import contextlib, io, runpy, sys, traceback
@@ -80,14 +87,35 @@ def test_all_print_their_help(tmp_path: Path) -> None:
     assert (result.returncode, result.stdout) == (0, "")
 
 
-@pytest.mark.sample(6)
+def run_smoke(path: Path, folder: Path) -> str:
+    """Runs the smoke of a script in a directory; returns what is wrong, empty if nothing is."""
+    folder.mkdir()
+    result = run_python(path, "--smoke", cwd=folder)
+    if result.returncode != 0:
+        return f"{path.stem}: exit code {result.returncode}, {result.stdout[-3000:]}"
+    written = [file.name for file in folder.iterdir()]
+    return f"{path.stem} writes {written}" if written else ""
+
+
+def test_drawn_smokes_run_and_write_no_data(pytestconfig: pytest.Config, tmp_path: Path) -> None:
+    if pytestconfig.getoption("--full"):
+        pytest.skip("the smokes of all scripts run")
+    by_name = {path.stem: path for path in SCRIPTS}
+    names = covering_sample("smokes", [*by_name], NUM_DRAWN)
+    before = list_outputs()
+    # Side by side, as most of the time of a smoke is that of imports in one thread.
+    with ThreadPoolExecutor(NUM_PARALLEL) as threads:
+        problems = threads.map(lambda name: run_smoke(by_name[name], tmp_path / name), names)
+        assert [*filter(None, problems)] == []
+    assert list_outputs() == before
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
 def test_a_smoke_runs_and_writes_no_data(path: Path, tmp_path: Path) -> None:
     before = list_outputs()
-    result = run_python(path, "--smoke", cwd=tmp_path)
-    assert result.returncode == 0, result.stdout[-3000:]
+    assert run_smoke(path, tmp_path / "run") == ""
     assert list_outputs() == before
-    assert [*tmp_path.iterdir()] == []
 
 
 def test_scripts_that_do_not_print_help_are_found(tmp_path: Path) -> None:
