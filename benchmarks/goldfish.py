@@ -222,7 +222,7 @@ def settings() -> argparse.Namespace:
     """Parses the command line."""
     parser = ScriptParser(
         __doc__,
-        smoke="--seeds 1 --steps 16 --documents 200 --canaries 1 --samples 8 --processes 1 "
+        smoke="--seeds 1 --steps 14 --documents 200 --canaries 1 --samples 8 --processes 1 "
         "--csv {folder}/rows.csv",
     )
     parser.add_argument("--seeds", type=int, default=3, help="number of seeds")

@@ -27,7 +27,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -325,11 +325,16 @@ def check_auto(rows: Sequence[Row]) -> int:
 
 def parse_arguments() -> argparse.Namespace:
     """Parses the command line."""
-    parser = ScriptParser(__doc__, smoke="--scenario 2x4 --calls 1 --json {folder}/rows.json")
+    parser = ScriptParser(
+        __doc__,
+        smoke="--scenario 2x4 --ranks-per-node 2 --calls 1 --bits-per-second 1000000000 "
+        "--json {folder}/rows.json",
+    )
     parser.add_argument(
         "--scenario", action="append", choices=[*SCENARIOS], help="default: all of them"
     )
     parser.add_argument("--algorithms", nargs="+", help="default: those of the scenario")
+    parser.add_argument("--ranks-per-node", type=int, help="default: those of the scenario")
     parser.add_argument("--calls", type=int, default=7, help="calls per algorithm")
     parser.add_argument("--bits-per-second", type=int, default=100_000_000)
     parser.add_argument("--json", type=Path, help="file for the rows")
@@ -347,6 +352,8 @@ def main() -> int:
     bad = 0
     for name in asked.scenario or SCENARIOS:
         scenario = SCENARIOS[name]
+        if asked.ranks_per_node is not None:
+            scenario = replace(scenario, ranks_per_node=asked.ranks_per_node)
         ranks = run_in_namespaces(
             measure,
             scenario.num_nodes,

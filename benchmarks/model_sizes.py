@@ -32,6 +32,8 @@ SIZES = {
     "deepseek-moe-16b": (4096, 16),
 }
 """Tokens per sequence and sequences per step."""
+OTHER_SIZE = (96, 2)
+"""Those of a size that is not in the table."""
 WARMUP_STEPS = 4
 GIB = 2**30
 
@@ -88,7 +90,7 @@ def main() -> None:
     arguments, extra = parser.parse_known_args()
     rows = []
     for size in arguments.sizes:
-        seq_len, batch = SIZES.get(size, (96, 8))
+        seq_len, batch = SIZES.get(size, OTHER_SIZE)
         row = measure_size(
             size,
             seq_len=seq_len,

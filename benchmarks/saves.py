@@ -22,7 +22,6 @@ from pathlib import Path
 
 import torch
 from script_parser import ScriptParser
-from torch.distributed import checkpoint as dcp
 
 from ranvier import launch
 from ranvier.config.kinds import named_model
@@ -109,6 +108,8 @@ def written(trainer: Trainer) -> float:
 
 def peer(trainer: Trainer, folder: Path) -> float:
     """Returns the seconds of torch's distributed checkpoint of the same tensors."""
+    from torch.distributed import checkpoint as dcp  # imports sympy, which takes a while
+
     tensors = {name: x for name, (x, _) in checkpointing.state_tensors(trainer.state).items()}
     start = now(trainer)
     dcp.save(tensors, checkpoint_id=str(folder), no_dist=True)
