@@ -6,10 +6,13 @@ import csv
 import re
 import shutil
 import subprocess
+import sys
 import tomllib
 import warnings
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -82,7 +85,16 @@ def test_the_newest_tested_versions_are_those_of_the_record() -> None:
         assert newest == max([constraints()[package], *versions], key=version_numbers)
 
 
-def test_a_newer_version_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def no_warning_yet() -> Iterator[None]:
+    """Warnings are given once per process: the test sees them, and so does the process after it."""
+    tested_versions._warn_once.cache_clear()
+    yield
+    tested_versions._warn_once.cache_clear()
+
+
+@pytest.mark.usefixtures("no_warning_yet")
+def test_a_newer_version_is_a_warning_once_per_process(monkeypatch: pytest.MonkeyPatch) -> None:
     major, minor, _ = version_numbers(NEWEST_TESTED["torch"])
     newer = f"{major}.{minor + 1}.0.dev20270101+cu140"
     for version in (NEWEST_TESTED["torch"], f"{major}.{minor}.9+cpu", "2.11.0", "unknown"):
@@ -90,10 +102,20 @@ def test_a_newer_version_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     assert describe_untested("numpy", "99.0") == ""
     monkeypatch.setattr(metadata, "version", lambda package: newer)
     remedy = f"pip install 'torch=={NEWEST_TESTED['torch']}'"
-    with pytest.warns(UserWarning, match=re.escape(remedy)):
+    monkeypatch.delitem(sys.modules, "transformers", raising=False)
+    with pytest.warns(UserWarning, match=re.escape(remedy)) as noted:
         parallelize(EXAMPLES["llama"](), Grid({}))
+        # Another line: Python itself would repeat the warning here.
+        parallelize(EXAMPLES["llama"](), Grid({}))
+    assert [Path(warning.filename) for warning in noted] == [Path(__file__)]
+    # A package that is imported later is looked at later.
+    monkeypatch.setitem(sys.modules, "transformers", ModuleType("transformers"))
+    monkeypatch.setattr(metadata, "version", lambda package: "99.0")
+    with pytest.warns(UserWarning, match=r"transformers 99\.0 is newer than"):
+        warn_if_untested()
 
 
+@pytest.mark.usefixtures("no_warning_yet")
 def test_no_warning_within_the_tested_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata, "version", NEWEST_TESTED.__getitem__)
     with warnings.catch_warnings():

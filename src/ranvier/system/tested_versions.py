@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 import sys
 import warnings
+from functools import cache
 from importlib import metadata
 
 NEWEST_TESTED = {"torch": "2.13.0", "transformers": "5.23.0"}
@@ -39,13 +40,19 @@ def describe_untested(package: str, version: str) -> str:
 
 
 def warn_if_untested() -> None:
-    """Warns about each imported package that is newer than the tested versions."""
+    """Warns once per process about each imported package that is newer than the tested versions."""
     for package in NEWEST_TESTED:
-        if package not in sys.modules:
-            continue
-        try:
-            text = describe_untested(package, metadata.version(package))
-        except metadata.PackageNotFoundError:
-            continue
-        if text:
-            warnings.warn(text, stacklevel=3)
+        if package in sys.modules:
+            _warn_once(package)
+
+
+@cache
+def _warn_once(package: str) -> None:
+    """Warns if the installed version of a package is untested; later calls do nothing."""
+    try:
+        text = describe_untested(package, metadata.version(package))
+    except metadata.PackageNotFoundError:
+        return
+    if text:
+        # The caller of the function that calls `warn_if_untested`.
+        warnings.warn(text, stacklevel=4)
