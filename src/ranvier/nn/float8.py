@@ -155,8 +155,9 @@ def scaled_matmul(
     # Emulation: multiply the same fp8 values in fp32 or wider.
     if a.values.device.type != "cuda":
         wide = torch.promote_types(dtype, torch.float32)
-        y = a.values.to(wide) @ b.values.to(wide).t()
-        return (y * a.inverse_scale * right).to(dtype)
+        y = a.values.to(wide) @ b.values.to(wide).t() * a.inverse_scale * right
+        # Not converted to its own dtype: torch.compile in torch 2.11 loses the gradient of that.
+        return y if wide == dtype else y.to(dtype)
     return torch._scaled_mm(
         a.values,
         b.values.t(),
