@@ -539,6 +539,10 @@ class ModelRunner:
         sequences = replace(sequences, rope_lengths=sequences.rope_lengths[:, own_tokens])
         if step.has_exits:
             self._early_exit = self._build_early_exit(step)
+            for core in self._cores:
+                for cache in core.kv_caches:
+                    # A kernel does not see the tokens that have finished, and clears nothing.
+                    cache.clear_new_values(sequences.slot_mapping)
         sequences = replace(
             sequences, num_iterations=self.num_iterations, early_exit=self._early_exit
         )

@@ -1,11 +1,11 @@
 """Triton kernels for attention to a paged KV cache on a GPU.
 
-Decode: one query per sequence. The heads that share a kv head are the rows of one tile, so that
-keys and values are read once. The tiles of keys of all sequences and kv heads are one list, of
-which each program has an equal range (stream-K): a captured step fixes the number of programs, as
-many as the multiprocessors hold, before lengths are known, and no program waits for the longest
-sequence. Parts of a sequence and kv head that are in several ranges have partial results and
-log-sum-exps, which the last of their programs merges:
+Decode: one query per sequence. The heads that share a kv head are the columns of one tile, K Qᵀ,
+so that keys and values are read once. The tiles of keys of all sequences and kv heads are one list,
+of which each program has an equal range (stream-K): a captured step fixes the number of programs,
+about as many as the multiprocessors hold, before lengths are known, and no program waits for the
+longest sequence. Parts of a sequence and kv head that are in several ranges have partial results
+and log-sum-exps, which the last of their programs merges; many parts are merged in groups before:
 
     l = log2 Σ 2^l_i,   y = Σ 2^(l_i - l) y_i
 
@@ -268,7 +268,7 @@ def _clear_values(  # type: ignore[no-untyped-def]
 ):
     """Clears the values of some slots after each row, which may be of an earlier sequence.
 
-    The decode kernel loads whole tiles, and a weight of zero times infinity is no number.
+    The decode kernel loads whole tiles, and a weight of zero times infinity is NaN.
     """
     columns = tl.arange(0, HEAD_COLUMNS)[None, :]
     for slot in tl.range(1, tl.max(num_cleared, 0) + 1, num_stages=1):
@@ -279,7 +279,7 @@ def _clear_values(  # type: ignore[no-untyped-def]
         )
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _arrive(counters, num_programs, is_counted):  # type: ignore[no-untyped-def]
     """Counts this program in; returns whether it is the last one, which sees what others stored.
 
@@ -403,7 +403,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
             total_work += tl.sum(work, 0)
         num_workers = tl.cdiv(total_work, min_work)
         if num_workers < tl.num_programs(0):
-            # Little work is not worth a program that has parts of two heads.
+            # If there is little work, no program has parts of two heads.
             num_aligned = num_workers - num_workers % (num_sequences * num_kv_heads)
             num_workers = tl.where(num_aligned > 0, num_aligned, num_workers)
         num_workers = tl.minimum(num_workers, tl.num_programs(0))
@@ -1160,12 +1160,10 @@ def _write_kernel(  # type: ignore[no-untyped-def]
     HEAD_DIM: tl.constexpr,
     HEAD_COLUMNS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    CLEARS_VALUES: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
-    """Writes the keys and the values of one head of some tokens into their slots.
-
-    If the first token of a block is written, the values after its last token are cleared.
-    """
+    """Writes the keys and the values of one head of some tokens into their slots."""
     if IS_DEPENDENT:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -1186,16 +1184,30 @@ def _write_kernel(  # type: ignore[no-untyped-def]
         v + tokens[:, None] * v_token_stride + head * v_head_stride + columns, mask=inside
     )
     tl.store(values + at, value.to(values.dtype.element_ty), mask=inside)
-    offset = slots % BLOCK_SIZE
-    first = tl.load(slot_mapping + tokens - offset, mask=is_token & (tokens >= offset), other=-1)
-    next_slot = tl.load(slot_mapping + tokens + 1, mask=tokens + 1 < num_tokens, other=-1)
-    is_last = is_token & (first == slots - offset) & (next_slot != slots + 1)
-    num_cleared = tl.where(is_last, BLOCK_SIZE - 1 - offset, 0)
-    _clear_values(value_rows, num_cleared, slot_stride, HEAD_DIM, HEAD_COLUMNS)
+    if CLEARS_VALUES:
+        offset = slots % BLOCK_SIZE
+        has_first = is_token & (tokens >= offset)
+        first = tl.load(slot_mapping + tokens - offset, mask=has_first, other=-1)
+        next_slot = tl.load(slot_mapping + tokens + 1, mask=tokens + 1 < num_tokens, other=-1)
+        is_last = is_token & (first == slots - offset) & (next_slot != slots + 1)
+        num_cleared = tl.where(is_last, BLOCK_SIZE - 1 - offset, 0)
+        _clear_values(value_rows, num_cleared, slot_stride, HEAD_DIM, HEAD_COLUMNS)
 
 
-def write_cache(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slot_mapping: Tensor) -> None:
-    """Writes keys and values of tokens, `[T, g, k]` each, into their slots."""
+def write_cache(
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    slot_mapping: Tensor,
+    *,
+    clears_values: bool = True,
+) -> None:
+    """Writes keys and values of tokens, `[T, g, k]` each, into their slots.
+
+    clears_values: if the first token of a block is written, clears the values after the last token
+    of the block, of which the decode kernel loads whole tiles.
+    """
     assert k.stride(-1) == v.stride(-1) == 1, (k.stride(), v.stride())
     num_tokens, kv_heads, head_dim = k.shape
     is_dependent = has_dependent_launch(k.device.index)
@@ -1215,6 +1227,7 @@ def write_cache(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slot_mapping
         HEAD_DIM=head_dim,
         HEAD_COLUMNS=triton.next_power_of_2(head_dim),
         BLOCK_SIZE=keys.shape[2],
+        CLEARS_VALUES=clears_values,
         IS_DEPENDENT=is_dependent,
         num_warps=4,
         launch_pdl=is_dependent,
@@ -1234,6 +1247,7 @@ def _attend_decode_step(
     counters: Tensor | None,
     window: int,
     cap: float,
+    clears_values: bool,
     num_splits: int,
 ) -> Tensor:
     """Writes the cache, and attends from each token to its sequence up to itself.
@@ -1242,7 +1256,7 @@ def _attend_decode_step(
     """
     new = None
     if num_splits:
-        write_cache(k, v, keys, values, slot_mapping)
+        write_cache(k, v, keys, values, slot_mapping, clears_values=clears_values)
     else:
         new = (k, v)
     return decode_attention(
@@ -1274,9 +1288,10 @@ def _attend_mixed_step(
     host_lens: Tensor,
     window: int,
     cap: float,
+    clears_values: bool,
 ) -> Tensor:
     """Writes the cache, and attends from decodes, which come first, and from prompts."""
-    write_cache(k, v, keys, values, slot_mapping)
+    write_cache(k, v, keys, values, slot_mapping, clears_values=clears_values)
     cache = KVCache(keys, values)
     lengths = host_lens[0].tolist()
     num_decodes = lengths.count(1)
@@ -1316,9 +1331,10 @@ def _attend_captured_step(
     seq_lens: Tensor,
     window: int,
     cap: float,
+    clears_values: bool,
 ) -> Tensor:
     """Writes the cache, and attends from all tokens, without a length on the host."""
-    write_cache(k, v, keys, values, slot_mapping)
+    write_cache(k, v, keys, values, slot_mapping, clears_values=clears_values)
     y = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     chunk_attention(
         q,
@@ -1348,18 +1364,18 @@ for _name, _function, _arguments in (
         "paged_decode",
         _attend_decode_step,
         "Tensor token_rows, Tensor token_lens, Tensor(c!)? counters, int window, float cap, "
-        "int num_splits",
+        "bool clears_values, int num_splits",
     ),
     (
         "paged_chunks",
         _attend_captured_step,
-        "Tensor query_start_loc, Tensor seq_lens, int window, float cap",
+        "Tensor query_start_loc, Tensor seq_lens, int window, float cap, bool clears_values",
     ),
     (
         "paged_mixed",
         _attend_mixed_step,
         "Tensor token_rows, Tensor token_lens, Tensor query_start_loc, Tensor seq_lens, "
-        "Tensor host_lens, int window, float cap",
+        "Tensor host_lens, int window, float cap, bool clears_values",
     ),
 ):
     _LIBRARY.define(f"{_name}({_COMMON}, {_arguments}) -> Tensor")
@@ -1379,6 +1395,11 @@ def supports(cache: KVCache) -> bool:
     )
 
 
+def _clears_values(sequences: PagedSequences) -> bool:
+    """Whether the kernels clear values; tokens that exit early are not written by them."""
+    return sequences.early_exit is None
+
+
 def paged_attention(
     q: Tensor,
     k: Tensor,
@@ -1394,9 +1415,10 @@ def paged_attention(
     """
     where = (cache.keys, cache.values, sequences.slot_mapping)
     rows = (sequences.block_table, sequences.token_rows, sequences.token_lens)
+    options = (window, cap, _clears_values(sequences))
     if sequences.is_decode:
         decoded: Tensor = torch.ops.ranvier.paged_decode(
-            q, k, v, *where, *rows, sequences.split_counters, window, cap, 0
+            q, k, v, *where, *rows, sequences.split_counters, *options, 0
         )
         return decoded
     if sequences.host_lens is None:
@@ -1408,12 +1430,11 @@ def paged_attention(
             sequences.block_table,
             sequences.query_start_loc,
             sequences.seq_lens,
-            window,
-            cap,
+            *options,
         )
         return chunks
     lens = (sequences.query_start_loc, sequences.seq_lens, sequences.host_lens)
-    mixed: Tensor = torch.ops.ranvier.paged_mixed(q, k, v, *where, *rows, *lens, window, cap)
+    mixed: Tensor = torch.ops.ranvier.paged_mixed(q, k, v, *where, *rows, *lens, *options)
     return mixed
 
 
@@ -1431,7 +1452,8 @@ def attend_to_own_pages(
     q, o: `[T, h, k]`; k, v: `[T, g, k]`; log-sum-exps: `[h, T]`; as
     `models.paged_attention.attend_to_own_pages`.
     """
-    write_cache(k, v, cache.keys, cache.values, sequences.slot_mapping)
+    where = (cache.keys, cache.values, sequences.slot_mapping)
+    write_cache(k, v, *where, clears_values=_clears_values(sequences))
     lengths = sequences.query_lens
     num_decodes = lengths.count(1)
     num_rows = len(lengths) - lengths.count(0)
@@ -1497,6 +1519,7 @@ def batch_invariant_attention(
         None,
         window,
         cap,
+        _clears_values(sequences),
         INVARIANT_SPLITS,
     )
     return y

@@ -180,6 +180,11 @@ class KVCache:
             width = cache.shape[-1]
             cache.view(-1, width).index_copy_(0, rows, other.view(-1, width).index_select(0, rows))
 
+    def clear_new_values(self, slot_mapping: Tensor) -> None:
+        """Clears the values of the blocks whose first slot is that of a token, `[T]`."""
+        is_first = slot_mapping % self.block_size == 0
+        self.values[slot_mapping[is_first] // self.block_size] = 0.0
+
     def _rows_of_slots(self, slot_mapping: Tensor) -> Tensor:
         """Returns where the tokens of each head are, counted in tokens of one head, `[T · g]`."""
         blocks = slot_mapping // self.block_size
