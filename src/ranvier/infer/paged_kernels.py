@@ -801,11 +801,11 @@ def decode_attention(
 
     table_rows: row of each query in `block_table`, `[n]`; seq_lens: number of tokens it sees.
     new: key and value of the last of these tokens, `[n, g, k]` each, which the cache does not have
-    yet; they are written to it. Then each query must be of another sequence. counters: int32, at
-    least `[n · g]`, zeros before and after. num_splits: number of splits of a sequence, so that the
-    order of additions depends on it and on the length of the sequence only; 0 divides the tiles of
-    all sequences equally. own: attends to the pages of one rank of context only, without `new`; the
-    result is then in fp32.
+    yet; they are written to it. Then each query must be of another sequence. counters: int32, of
+    `num_split_counters(n, g)`, zeros before and after. num_splits: number of splits of a sequence,
+    so that the order of additions depends on it and on the length of the sequence only; 0 divides
+    the tiles of all sequences equally. own: attends to the pages of one rank of context only,
+    without `new`; the result is then in fp32.
     """
     assert own is None or new is None, "pages are written before"
     assert cache.keys.stride() == cache.values.stride(), "keys and values have one layout"
@@ -825,6 +825,7 @@ def decode_attention(
         )
     if num_splits:
         num_programs = num_slots = num_pairs * num_splits
+        assert num_splits <= 2 * PARTS_OF_GROUP.value or num_slots <= MAX_PARTS, num_splits
     else:
         num_programs = num_multiprocessors * tiling.programs_per_multiprocessor
         num_programs = align_programs(min(num_programs, MAX_PARTS // 2), num_pairs)
