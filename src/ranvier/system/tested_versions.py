@@ -14,7 +14,7 @@ import warnings
 from functools import cache
 from importlib import metadata
 
-NEWEST_TESTED = {"torch": "2.13.0", "transformers": "5.23.0"}
+NEWEST_TESTED = {"torch": "2.15.0", "transformers": "5.23.0"}
 
 
 def version_numbers(version: str) -> tuple[int, ...]:
