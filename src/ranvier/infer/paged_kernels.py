@@ -255,7 +255,7 @@ def _merge_parts(  # type: ignore[no-untyped-def]
         y = y * decay[:, None] + tl.sum(part_y * weights[:, :, None], 0)
         peak = new_peak
     total = tl.where(total == 0.0, 1.0, total)
-    return y * (1.0 / total)[:, None], peak + tl.log2(total)
+    return y / total[:, None], peak + tl.log2(total)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -510,14 +510,6 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
             mask=is_inside,
             other=0.0,
         )
-        if WRITES:
-            # The last key and value come from the step, and are added after the tile.
-            has_last_key = (tile == (end_key - 1) // KEYS) & (end_key > 0)
-            mask = is_column & has_last_key
-            at = sequence * k_token_stride + kv_head * k_head_stride
-            last_k = tl.load(new_keys + at + columns, mask=mask, other=0.0)
-            at = sequence * v_token_stride + kv_head * v_head_stride
-            last_v = tl.load(new_values + at + columns, mask=mask, other=0.0)
         row = (block * num_kv_heads + kv_head) * BLOCK_SIZE + tile * KEYS % BLOCK_SIZE
         k = key_rows.load([row, 0])
         v = value_rows.load([row, 0])
@@ -528,9 +520,14 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
         y = _multiply(tl.trans(v), p.to(v.dtype), y * decay[None, :], EXACT)
         is_head_end = work + 1 == head_begin + num_tiles
         if is_head_end | (work + 1 == work_end):
-            # The first condition is of the compiler, and the second one of the device.
-            if WRITES:  # noqa: SIM102
+            if WRITES:
+                # The last key and value come from the step.
+                has_last_key = (tile == (end_key - 1) // KEYS) & (end_key > 0)
                 if has_last_key:
+                    last_key = new_keys + sequence * k_token_stride + kv_head * k_head_stride
+                    last_value = new_values + sequence * v_token_stride + kv_head * v_head_stride
+                    last_k = tl.load(last_key + columns, mask=is_column, other=0.0)
+                    last_v = tl.load(last_value + columns, mask=is_column, other=0.0)
                     last_score = tl.sum(query.to(tl.float32) * last_k.to(tl.float32)[None, :], 1)
                     last_p, last_decay, total, peak = _weigh_scores(
                         last_score[None, :], total, peak, True, scale, cap, 0, False, HAS_CAP
@@ -546,7 +543,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
                 slot = program
             # Of base 2, as the exponents are.
             lse = tl.where(total == 0.0, -float("inf"), peak + tl.log2(total))
-            head_y = tl.trans(y * (1.0 / tl.where(total == 0.0, 1.0, total))[None, :])
+            head_y = tl.trans(y / tl.where(total == 0.0, 1.0, total)[None, :])
             row_index = (sequence * num_kv_heads + kv_head) * GROUP + rows
             tl.store(
                 merged + row_index[:, None] * HEAD_DIM + columns[None, :],
