@@ -365,6 +365,8 @@ class Comparison:
         for case in cases:
             for version in self.versions[case.size]:
                 version.send("open", str(case))
+        # `check` needs them, and they take seconds to import.
+        peers.import_transformers()
         for case in cases:
             answers = {
                 version.name: reply["answers"]

@@ -47,6 +47,7 @@ from network_namespaces import (  # noqa: E402
     place_ranks,
     run_in_namespaces,
 )
+from pool import PRELOAD_GRID  # noqa: E402
 from ranvier.comm import collectives  # noqa: E402
 from ranvier.grid import Axis, Grid  # noqa: E402
 
@@ -364,6 +365,7 @@ def main() -> int:
             bits_per_second=asked.bits_per_second,
             mtu=scenario.mtu,
             placement=scenario.placement,
+            preload=PRELOAD_GRID,
         )
         rows = summarize(name, scenario, ranks)
         print_rows(scenario, asked.bits_per_second, rows)

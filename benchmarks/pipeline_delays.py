@@ -14,6 +14,7 @@ import argparse
 import random
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,7 +40,7 @@ def settings() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def drawn(number: int) -> tuple[dict[str, int], Case]:
+def draw_case(number: int) -> tuple[dict[str, int], Case]:
     """Returns the case of a number."""
     # Tests import transformers, which `--help` need not wait for.
     from test_stages import whole_product
@@ -64,23 +65,28 @@ def differences(pool: Pool, grid: dict[str, int], case: Case) -> list[str]:
 
 def main() -> int:
     """Tries all cases."""
-    asked, bad, start = settings(), 0, time.perf_counter()
+    options, num_different, start_time = settings(), 0, time.perf_counter()
     from grids import label
     from pool import Pool
 
+    numbers = range(options.first, options.first + options.count)
     pool = Pool()
-    for number in range(asked.first, asked.first + asked.count):
-        grid, case = drawn(number)
+    # Workers and tests import the same packages, for seconds: at the same time.
+    with ThreadPoolExecutor(1) as thread:
+        start = thread.submit(pool.start)
+        cases = [draw_case(number) for number in numbers]
+        start.result()
+    for number, (grid, case) in zip(numbers, cases, strict=True):
         lines = differences(pool, grid, case)
-        bad += bool(lines)
+        num_different += bool(lines)
         if lines:
             name = f"{label(grid)}-{case.policy}-{case.chunks}-{case.label}{'-keep' * case.keep}"
             print(f"case {number}: {name}, delays {case.delay}")
             print("\n".join(f"    {line}" for line in lines), flush=True)
     pool.stop()
-    seconds = time.perf_counter() - start
-    print(f"{asked.count} cases with random delays, {bad} differ, {seconds:.0f} s")
-    return 1 if bad else 0
+    seconds = time.perf_counter() - start_time
+    print(f"{options.count} cases with random delays, {num_different} differ, {seconds:.0f} s")
+    return 1 if num_different else 0
 
 
 if __name__ == "__main__":

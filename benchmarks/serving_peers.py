@@ -11,8 +11,9 @@ import logging
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -57,6 +58,14 @@ def median_seconds(work: Callable[[], object], device: torch.device, repeats: in
 
 
 # ---- transformers -------------------------------------------------------------------------------
+
+
+def import_transformers() -> None:
+    """Imports what `transformers_model` uses, for seconds, if transformers is installed."""
+    with suppress(ImportError):
+        import_module("torch._dynamo")
+        import_module("transformers.models.auto.modeling_auto")
+        import_module("transformers.models.llama.modeling_llama")
 
 
 @contextmanager

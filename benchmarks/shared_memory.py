@@ -27,7 +27,7 @@ import torch
 from script_parser import ScriptParser
 from torch import distributed
 
-from pool import Pool
+from pool import PRELOAD_GRID, Pool
 from ranvier.comm import collectives
 from ranvier.comm.transports.executor import gather_into, scatter_into
 from ranvier.grid import Grid
@@ -124,7 +124,7 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=21, help="timed calls (default 21)")
     parser.add_argument("--json", type=Path, help="file for all medians")
     options = parser.parse_args()
-    pool = Pool(options.ranks)
+    pool = Pool(options.ranks, preload=PRELOAD_GRID)
     try:
         rows = pool.on_grid({"row": options.ranks}, measure, options.bytes, options.calls)[0]
     finally:

@@ -37,7 +37,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pool import Pool
+from pool import PRELOAD, Pool
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -314,9 +314,14 @@ class NamespacePool(Pool):
     """Workers on the nodes of `network_namespaces`, which have joined one Gloo process group."""
 
     def __init__(
-        self, nodes: Sequence[NetworkNode], ranks_per_node: int, *, placement: Placement = "block"
+        self,
+        nodes: Sequence[NetworkNode],
+        ranks_per_node: int,
+        *,
+        placement: Placement = "block",
+        preload: Sequence[str] = PRELOAD,
     ) -> None:
-        super().__init__(len(nodes) * ranks_per_node)
+        super().__init__(len(nodes) * ranks_per_node, preload=preload)
         self.nodes = nodes
         self.node_of_rank = place_ranks(len(nodes), ranks_per_node, placement)
 
@@ -361,6 +366,7 @@ def run_in_namespaces(
     bits_per_second: int = 100_000_000,
     mtu: int = JUMBO_FRAME,
     placement: Placement = "block",
+    preload: Sequence[str] = PRELOAD,
     timeout: float = 600.0,
 ) -> list[Any]:
     """Calls `function(rank, *arguments)` on all ranks of new nodes; returns results in rank order.
@@ -368,7 +374,7 @@ def run_in_namespaces(
     The ranks are processes that have joined a Gloo process group through links of the given rate.
     """
     with network_namespaces(num_nodes, bits_per_second=bits_per_second, mtu=mtu) as nodes:
-        pool = NamespacePool(nodes, ranks_per_node, placement=placement)
+        pool = NamespacePool(nodes, ranks_per_node, placement=placement, preload=preload)
         try:
             return pool.run(function, pool.size, *arguments, timeout=timeout)
         finally:

@@ -36,6 +36,10 @@ if TYPE_CHECKING:
     from ranvier.launch import ProcessInfo
 
 SIZE = 8
+PRELOAD = ("pool_preload",)
+"""Modules of most tests."""
+PRELOAD_GRID = ("ranvier.comm.collectives", "ranvier.grid", "ranvier.launch.process_group")
+"""Modules of collectives alone, which take a third of the time to import."""
 LEVELED = ("hierarchical", "nvrar")
 """Algorithms that treat ranks inside and between nodes differently."""
 
@@ -48,15 +52,23 @@ class Pool:
     """Processes that have joined one process group and wait for functions to run.
 
     Over NCCL all of them share the first GPU and use it in a repeatable way. mps: through CUDA's
-    multi-process service if it runs, in which a client that is killed may harm others.
+    multi-process service if it runs, in which a client that is killed may harm others. preload:
+    modules that the first pool of a process imports for the workers of all.
     """
 
     def __init__(
-        self, size: int = SIZE, backend: str = "gloo", *, mps: bool = True, algorithm: str = "auto"
+        self,
+        size: int = SIZE,
+        backend: str = "gloo",
+        *,
+        mps: bool = True,
+        algorithm: str = "auto",
+        preload: Sequence[str] = PRELOAD,
     ) -> None:
         self.size, self.backend, self.mps = size, backend, mps
         self.algorithm = algorithm
         """Algorithm of collectives of all grids that do not name one."""
+        self.preload = preload
         self.workers: list[tuple[BaseProcess, Connection]] = []
         self.known: list[tuple[tuple[int, ...], str]] = []
         self.grids: set[tuple[tuple[str, int], ...]] = set()
@@ -65,7 +77,7 @@ class Pool:
         """Start the workers."""
         self.folder = Path(tempfile.mkdtemp(prefix="ranvier-pool-"))
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["pool_preload"])
+        context.set_forkserver_preload([*self.preload])
         # The server takes its path from the environment alone, and skips in silence what it lacks.
         here = str(Path(__file__).parent)
         os.environ["PYTHONPATH"] = os.pathsep.join([here, os.environ.get("PYTHONPATH", "")])
