@@ -154,17 +154,18 @@ def main() -> int:
             words += SMALL if dtype != "bf16" else ()
             # The first grid runs at the same time: most of the time is that of imports.
             folder = Path(name) / f"one-{dtype}"
-            reference = thread.submit(run, folder, words, options.backend, ranks=1)
+            single_run = thread.submit(run, folder, words, options.backend, ranks=1)
             for policy in policies if dtype != "bf16" else ["message_driven"]:
                 more = ["--plan.schedule", policy]
                 more += ["--plan.virtual-stages", "2"] if policy == "interleaved" else []
                 folder = Path(name) / f"{policy}-{dtype}"
                 ended = run(folder, [*words, *more], options.backend, ranks=options.ranks)
-                one = reference.result()
-                if one.code:
-                    print(f"one process, {dtype}: exit code {one.code}\n{one.output[-2000:]}")
+                single = single_run.result()
+                if single.code:
+                    output = single.output[-2000:]
+                    print(f"one process, {dtype}: exit code {single.code}\n{output}")
                     return 1
-                text, is_good = check(ended, one, dtype, options.end_seconds)
+                text, is_good = check(ended, single, dtype, options.end_seconds)
                 print(f"{dtype}  {policy:<12} {'ok  ' if is_good else 'FAIL'}  {text}", flush=True)
                 num_bad += not is_good
     print(f"{'FAIL' if num_bad else 'PASS'}: {num_bad} runs differ or end late")

@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 
 SIZE = 8
 PRELOAD = ("pool_preload",)
-"""Modules of most tests."""
+"""Modules that most tests import."""
 PRELOAD_GRID = ("ranvier.comm.collectives", "ranvier.grid", "ranvier.launch.process_group")
-"""Modules of collectives alone, which take a third of the time to import."""
+"""Modules that tests of collectives import, which take a third of the time."""
 LEVELED = ("hierarchical", "nvrar")
 """Algorithms that treat ranks inside and between nodes differently."""
 
