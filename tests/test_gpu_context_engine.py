@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from infer.engine_cases import POSITIONS, Served, find_differences, make_requests, serve
-from pool import Pool
+from pool import NcclPools, Pool
 from published_models import CASES, loaded, save, theirs
 from ranvier import launch
 from ranvier.config.engine import EngineConfig
@@ -36,7 +36,7 @@ pytestmark = [
         reason="needs a CUDA device, or TRITON_INTERPRET=1",
     ),
 ]
-SHAPES = [(32, 8, 128), (4, 4, 64), (6, 2, 80), (16, 1, 256), (12, 4, 24)]
+SHAPES = [(32, 8, 128), (4, 4, 64), (6, 2, 80), (16, 1, 256), (12, 4, 24), (12, 4, 12)]
 """Heads, kv heads and head dim."""
 STEPS = [
     [(1, 1), (1, 16), (1, 65), (1, 700)],
@@ -184,8 +184,10 @@ def serve_with_kernels(
     "degrees", [{"context": 2}, {"context": 4}, {"context": 2, "row": 2}], ids=str
 )
 def test_an_engine_over_nccl_says_what_transformers_says(
-    pool: Pool, tmp_path: Path, degrees: dict[str, int], name: str, ahead: str
+    pool: Pool | NcclPools, tmp_path: Path, degrees: dict[str, int], name: str, ahead: str
 ) -> None:
+    if not isinstance(pool, NcclPools):
+        pytest.skip("needs --nccl")
     kind, config = CASES[name]
     model = theirs(kind, config | {"max_position_embeddings": POSITIONS})
     folder = save(model, tmp_path / "model")

@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-SHAPES = [(32, 8, 128), (4, 4, 64), (6, 2, 80), (16, 1, 256), (12, 4, 24)]
+SHAPES = [(32, 8, 128), (4, 4, 64), (6, 2, 80), (16, 1, 256), (12, 4, 24), (12, 4, 12)]
 """Heads, kv heads and head dim."""
 
 
@@ -145,6 +145,9 @@ def test_batch_invariant_attention_is_that_of_each_token_alone(
             token_lens=sequences.token_lens[one],
         )
         own = [x[one] for x in inputs]
+        # The keys before it are written; the first token of a block clears the values after it.
+        cache.keys.copy_(wide.keys)
+        cache.values.copy_(wide.values)
         again = batch_invariant_attention(*own, cache, alone, window, cap)
         assert torch.equal(again[0], have[token]), token
 
@@ -155,21 +158,24 @@ def test_batch_invariant_attention_is_that_of_each_token_alone(
 def test_decode_writes_and_merges_in_one_kernel(
     dtype: torch.dtype, window: int, cap: float, merges: bool
 ) -> None:
-    from ranvier.infer.paged_kernels import decode_attention
+    from ranvier.infer.paged_kernels import decode_attention, write_cache
 
     chunks = [(1, 1), (1, 16), (1, 17), (1, 65), (1, 700)]
     (q, k, v), cache, sequences = make_step((8, 2, 64), chunks, 16, dtype)
     wide = KVCache(cache.keys.double(), cache.values.double())
     want = paged_attention(*(x.double() for x in (q, k, v)), wide, sequences, window, cap)
     counters = torch.zeros(num_split_counters(5, 2), dtype=torch.int32, device="cuda")
-    for num_splits in (1, 4, 16):
+    for num_splits in (0, 4, 16):
+        if num_splits:
+            # A fixed number of splits writes before it attends.
+            write_cache(k, v, cache.keys, cache.values, sequences.slot_mapping)
         have = decode_attention(
             q,
             cache,
             sequences.block_table,
             sequences.token_rows,
             sequences.token_lens,
-            new=(k, v),
+            new=None if num_splits else (k, v),
             counters=counters if merges else None,
             window=window,
             cap=cap,
@@ -180,3 +186,17 @@ def test_decode_writes_and_merges_in_one_kernel(
         assert torch.equal(cache.keys.double(), wide.keys)
         assert torch.equal(cache.values.double(), wide.values)
         assert not counters.any()
+
+
+def test_caches_that_no_kernel_supports_are_named() -> None:
+    from ranvier.infer.paged_kernels import find_unsupported
+
+    def find(head_dim: int, block_size: int, dtype: torch.dtype) -> str:
+        cache = torch.zeros(2, 1, block_size, head_dim, dtype=dtype)
+        return find_unsupported(KVCache(cache, cache))
+
+    assert find(100, 16, torch.bfloat16) == "", "a key has 200 bytes"
+    assert find(256, 128, torch.float32) == ""
+    assert find(320, 16, torch.bfloat16) == "heads of 320 features"
+    assert find(64, 8, torch.bfloat16) == "blocks of 8 tokens"
+    assert find(64, 16, torch.float64) == "a cache in torch.float64"

@@ -41,6 +41,10 @@ TensorDescriptor: Any = importlib.import_module("triton.tools.tensor_descriptor"
 triton: Any = importlib.import_module("triton")
 tl: Any = importlib.import_module("triton.language")
 
+CACHE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+BLOCK_SIZES = (16, 32, 64, 128)
+"""Numbers of tokens of a block that the kernels support."""
+MAX_HEAD_DIM = 256
 CHUNK_ROWS = 64
 """Queries of a tile of `chunk_attention`, times heads of a group, if it may have few queries."""
 PROMPT_ROWS = 128
@@ -55,7 +59,13 @@ MIN_ROWS = 16
 MIN_COLUMNS = 8
 """Minimum number of columns of a product of tensor cores."""
 TILE_BYTES = 16384
-"""Bytes of the keys of a tile, at most."""
+"""Bytes of the keys of a tile in fp32, at most."""
+DESCRIPTOR_ALIGNMENT = 16
+"""Bytes of which the rows of a descriptor are a multiple; other heads are loaded by pointers."""
+NUM_REGISTERS = 65536
+"""Number of registers of a multiprocessor."""
+RESERVED_BYTES = 1024
+"""Bytes of shared memory that a device reserves for each program."""
 MIN_ALIGNED = 0.9
 """Minimum fraction of all programs whose number is a multiple of the number of heads."""
 MAX_SEQUENCES_AT_ONCE = 256
@@ -71,7 +81,6 @@ LOG_2 = tl.constexpr(0.6931471805599453)
 @triton.jit  # type: ignore[untyped-decorator]
 def _weigh_scores(  # type: ignore[no-untyped-def]
     scores,
-    total,
     peak,
     is_visible,
     scale,
@@ -80,7 +89,7 @@ def _weigh_scores(  # type: ignore[no-untyped-def]
     IS_MASKED: tl.constexpr,
     HAS_CAP: tl.constexpr,
 ):
-    """Returns the weights of scores in an online softmax, and what decays y; total and peak.
+    """Returns the weights of scores in an online softmax, what decays sums of them, and the peak.
 
     The exponents have base 2, which the device computes: p = 2^(score · log2 e - peak).
     """
@@ -98,7 +107,7 @@ def _weigh_scores(  # type: ignore[no-untyped-def]
         safe_peak = tl.where(new_peak == -float("inf"), 0.0, new_peak)
     p = tl.exp2(scores * unit - tl.expand_dims(safe_peak, KEY_AXIS))
     decay = tl.exp2(peak - safe_peak)
-    return p, decay, total * decay + tl.sum(p, KEY_AXIS), new_peak
+    return p, decay, new_peak
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -133,9 +142,8 @@ def _attend_to_tile(  # type: ignore[no-untyped-def]
     else:
         k = tl.load(key_pointers)
     scores = _multiply(query, tl.trans(k), None, EXACT)
-    p, decay, total, peak = _weigh_scores(
-        scores, total, peak, is_visible, scale, cap, 1, IS_MASKED, HAS_CAP
-    )
+    p, decay, peak = _weigh_scores(scores, peak, is_visible, scale, cap, 1, IS_MASKED, HAS_CAP)
+    total = total * decay + tl.sum(p, 1)
     if IS_MASKED:
         v = tl.load(value_pointers, mask=is_inside, other=0.0)
     else:
@@ -255,7 +263,7 @@ def _merge_parts(  # type: ignore[no-untyped-def]
         y = y * decay[:, None] + tl.sum(part_y * weights[:, :, None], 0)
         peak = new_peak
     total = tl.where(total == 0.0, 1.0, total)
-    return y / total[:, None], peak + tl.log2(total)
+    return y * (1.0 / total)[:, None], peak + tl.log2(total)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -280,6 +288,26 @@ def _clear_values(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _load_columns(rows, is_row, columns, is_column):  # type: ignore[no-untyped-def]
+    """Returns some columns of rows, zeros where there are none."""
+    return tl.load(
+        rows[:, None] + columns[None, :],
+        mask=is_row[:, None] & is_column[None, :],
+        other=0.0,
+    )
+
+
+@triton.jit
+def _store_columns(rows, x, is_row, columns, is_column):  # type: ignore[no-untyped-def]
+    """Stores some columns of rows."""
+    tl.store(
+        rows[:, None] + columns[None, :],
+        x.to(rows.dtype.element_ty),
+        mask=is_row[:, None] & is_column[None, :],
+    )
+
+
+@triton.jit
 def _arrive(counters, num_programs, is_counted):  # type: ignore[no-untyped-def]
     """Counts this program in; returns whether it is the last one, which sees what others stored.
 
@@ -294,13 +322,27 @@ def _arrive(counters, num_programs, is_counted):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _first_tile(program, total_work, num_workers):  # type: ignore[no-untyped-def]
+    """Returns the first tile of a program: the first `total_work % num_workers` have one more."""
+    rest = total_work % num_workers
+    return program * (total_work // num_workers) + tl.minimum(program, rest)
+
+
+@triton.jit
 def _program_of(tile, total_work, num_workers):  # type: ignore[no-untyped-def]
-    """Returns which program has a tile: the range of p is p · work / workers to (p + 1) · ..."""
-    return (((tile + 1).to(tl.int64) * num_workers - 1) // total_work).to(tl.int32)
+    """Returns which program has a tile, the inverse of `_first_tile`."""
+    num_tiles = total_work // num_workers
+    rest = total_work % num_workers
+    num_longer = rest * (num_tiles + 1)
+    return tl.where(
+        tile < num_longer,
+        tile // (num_tiles + 1),
+        rest + (tile - num_longer) // num_tiles,
+    )
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["num_sequences", "num_kv_heads", "min_work", "window", "context_index"]
+    do_not_specialize=["num_sequences", "num_kv_heads", "window", "context_index"]
 )
 def _decode_kernel(  # type: ignore[no-untyped-def]
     q,
@@ -310,6 +352,8 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     values,
     key_rows,
     value_rows,
+    rest_key_rows,
+    rest_value_rows,
     block_table,
     table_rows,
     seq_lens,
@@ -334,13 +378,14 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     num_sequences,
     num_kv_heads,
     context_index,
-    min_work,
     GROUP: tl.constexpr,
     GROUP_ROWS: tl.constexpr,
     MERGED_ROWS: tl.constexpr,
     MERGED_PARTS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_COLUMNS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+    REST_COLUMNS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     KEYS: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
@@ -353,7 +398,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     IS_DEPENDENT: tl.constexpr,
     SEQUENCES_AT_ONCE: tl.constexpr,
     HAS_ONE_CHUNK: tl.constexpr,
-    STORED_TOKENS: tl.constexpr,
+    HAS_DESCRIPTORS: tl.constexpr,
 ):
     """Attends from groups of heads to tiles of their keys: an equal part of all tiles.
 
@@ -363,8 +408,8 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     depend on other sequences.
 
     The last program that completes its part of a sequence and kv head merges all parts, in the
-    order of their keys. If it writes, the last key and value of a sequence come from the step, and
-    all programs together store them.
+    order of their keys. If it writes, the last key and value of a sequence come from the step: the
+    program that has the last tile of a head begins with them, and stores them.
     """
     # A range has two slots: for its first head, and for its last one if that begins in the range.
     SLOT_STEP: tl.constexpr = 2 if NUM_SPLITS == 0 else 1
@@ -374,7 +419,12 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     columns = tl.arange(0, HEAD_COLUMNS)
     is_row = rows < GROUP
     is_column = columns < HEAD_DIM
-    is_inside = is_row[:, None] & is_column[None, :]
+    # A tile has a power of two of columns, and the rest of them is a second tile.
+    tile_columns = tl.arange(0, TILE_COLUMNS)
+    is_tile_column = tile_columns < HEAD_DIM
+    if REST_COLUMNS > 0:
+        rest_columns = TILE_COLUMNS + tl.arange(0, REST_COLUMNS)
+        is_rest_column = rest_columns < HEAD_DIM
     key_range = tl.arange(0, KEYS)
     merged_rows = tl.arange(0, MERGED_ROWS)
     is_merged = (merged_rows < GROUP)[:, None] & is_column[None, :]
@@ -401,16 +451,9 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
                 CONTEXT,
             )
             total_work += tl.sum(work, 0)
-        num_workers = tl.cdiv(total_work, min_work)
-        if num_workers < tl.num_programs(0):
-            # If there is little work, no program has parts of two heads.
-            num_aligned = num_workers - num_workers % (num_sequences * num_kv_heads)
-            num_workers = tl.where(num_aligned > 0, num_aligned, num_workers)
-        num_workers = tl.minimum(num_workers, tl.num_programs(0))
-        worker = tl.minimum(program, num_workers).to(tl.int64)
-        work_begin = (worker * total_work // num_workers).to(tl.int32)
-        worker = tl.minimum(program + 1, num_workers).to(tl.int64)
-        work_end = (worker * total_work // num_workers).to(tl.int32)
+        num_workers = tl.minimum(total_work, tl.num_programs(0))
+        work_begin = _first_tile(tl.minimum(program, num_workers), total_work, num_workers)
+        work_end = _first_tile(tl.minimum(program + 1, num_workers), total_work, num_workers)
         # The sequence that has the first tile of the range.
         sequence = 0
         head_begin = 0
@@ -469,9 +512,6 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     first_kv_head = kv_head
     first_head_begin = head_begin
     first_num_tiles = num_tiles
-    peak = tl.full([GROUP_ROWS], -float("inf"), tl.float32)
-    total = tl.zeros([GROUP_ROWS], tl.float32)
-    y = tl.zeros([HEAD_COLUMNS, GROUP_ROWS], tl.float32)
     # Loaded one tile before: an address that is loaded with its tile halves the pipeline.
     # A tile without keys in the cache is in block 0, as its own values need not be finite yet.
     block = tl.load(
@@ -479,90 +519,130 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
         mask=tile * KEYS < end_cached,
         other=0,
     )
-    if WRITES:
-        # Where this program stores new keys and values: of pairs that many programs apart.
-        stored = program + tl.arange(0, STORED_TOKENS) * tl.num_programs(0)
-        is_stored = stored < num_sequences * num_kv_heads
-        stored_sequence = stored // num_kv_heads
-        stored_head = stored % num_kv_heads
-        stored_row = tl.load(table_rows + stored_sequence, mask=is_stored, other=0).to(tl.int64)
-        position = tl.load(seq_lens + stored_sequence, mask=is_stored, other=0).to(tl.int32) - 1
-        is_stored &= position >= 0
-        stored_at = tl.load(
-            block_table + stored_row * table_stride + position // BLOCK_SIZE,
-            mask=is_stored,
-            other=0,
-        ).to(tl.int64)
-        stored_at = stored_at * block_stride + stored_head * kv_head_stride
-        stored_at += position % BLOCK_SIZE * slot_stride
-        stored_mask = is_stored[:, None] & is_column[None, :]
-    if IS_DEPENDENT:
+    if IS_DEPENDENT and not WRITES:
+        # The kernel before this one may have written the cache.
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+    query = tl.zeros([GROUP_ROWS, TILE_COLUMNS], q.dtype.element_ty)
+    peak = tl.zeros([GROUP_ROWS], tl.float32)
+    # Of each key of a tile: to add those of all keys takes the program's warps longer.
+    sums = tl.zeros([KEYS, GROUP_ROWS], tl.float32)
+    y = tl.zeros([TILE_COLUMNS, GROUP_ROWS], tl.float32)
+    if REST_COLUMNS > 0:
+        rest_query = tl.zeros([GROUP_ROWS, REST_COLUMNS], q.dtype.element_ty)
+        rest_y = tl.zeros([REST_COLUMNS, GROUP_ROWS], tl.float32)
+    is_head_begin = True
     for work in tl.range(work_begin, work_end):
+        row = (block * num_kv_heads + kv_head) * BLOCK_SIZE + tile * KEYS % BLOCK_SIZE
+        if HAS_DESCRIPTORS:
+            k = key_rows.load([row, 0])
+            v = value_rows.load([row, 0])
+            if REST_COLUMNS > 0:
+                rest_k = rest_key_rows.load([row, TILE_COLUMNS])
+                rest_v = rest_value_rows.load([row, TILE_COLUMNS])
+        else:
+            at = (row.to(tl.int64) + key_range)[:, None] * HEAD_DIM + tile_columns[None, :]
+            k = tl.load(keys + at, mask=is_tile_column[None, :], other=0.0)
+            v = tl.load(values + at, mask=is_tile_column[None, :], other=0.0)
+        if is_head_begin:
+            if IS_DEPENDENT and WRITES:
+                # The first tile is loaded before: it is older than the kernel before this one.
+                tl.extra.cuda.gdc_wait()
+                tl.extra.cuda.gdc_launch_dependents()
+            heads = kv_head * GROUP + rows
+            queries = q + sequence * q_token_stride + heads * q_head_stride
+            query = _load_columns(queries, is_row, tile_columns, is_tile_column)
+            if REST_COLUMNS > 0:
+                rest_query = _load_columns(queries, is_row, rest_columns, is_rest_column)
+            peak = tl.full([GROUP_ROWS], -float("inf"), tl.float32)
+            sums = tl.zeros([KEYS, GROUP_ROWS], tl.float32)
+            y = tl.zeros([TILE_COLUMNS, GROUP_ROWS], tl.float32)
+            if REST_COLUMNS > 0:
+                rest_y = tl.zeros([REST_COLUMNS, GROUP_ROWS], tl.float32)
+            if WRITES:
+                has_last_key = (head_begin + num_tiles <= work_end) & (end_key > 0)
+                if has_last_key:
+                    position = end_key - 1
+                    last_block = tl.load(
+                        block_table + table_row * table_stride + position // BLOCK_SIZE
+                    )
+                    last_key = new_keys + sequence * k_token_stride + kv_head * k_head_stride
+                    last_value = new_values + sequence * v_token_stride + kv_head * v_head_stride
+                    last_k = tl.load(last_key + tile_columns, mask=is_tile_column, other=0.0)
+                    last_v = tl.load(last_value + tile_columns, mask=is_tile_column, other=0.0)
+                    stored = last_block.to(tl.int64) * block_stride + kv_head * kv_head_stride
+                    stored += position % BLOCK_SIZE * slot_stride
+                    tl.store(keys + stored + tile_columns, last_k, mask=is_tile_column)
+                    tl.store(values + stored + tile_columns, last_v, mask=is_tile_column)
+                    last_score = tl.sum(query.to(tl.float32) * last_k.to(tl.float32)[None, :], 1)
+                    y += last_v.to(tl.float32)[:, None]
+                    if REST_COLUMNS > 0:
+                        last_k = tl.load(last_key + rest_columns, mask=is_rest_column, other=0.0)
+                        last_v = tl.load(last_value + rest_columns, mask=is_rest_column, other=0.0)
+                        tl.store(keys + stored + rest_columns, last_k, mask=is_rest_column)
+                        tl.store(values + stored + rest_columns, last_v, mask=is_rest_column)
+                        products = rest_query.to(tl.float32) * last_k.to(tl.float32)[None, :]
+                        last_score += tl.sum(products, 1)
+                        rest_y += last_v.to(tl.float32)[:, None]
+                    # Its weight is 2^0.
+                    _, _, peak = _weigh_scores(
+                        last_score[None, :], peak, True, scale, cap, 0, False, HAS_CAP
+                    )
+                    sums += tl.where(key_range == 0, 1.0, 0.0)[:, None]
+                    if position % BLOCK_SIZE == 0:
+                        _clear_values(
+                            values + stored + tl.zeros([1], tl.int32),
+                            tl.full([1], BLOCK_SIZE - 1, tl.int32),
+                            slot_stride,
+                            HEAD_DIM,
+                            HEAD_COLUMNS,
+                        )
         key = tile * KEYS + key_range
         is_visible = key < end_cached
         if HAS_WINDOW:
             is_visible &= key >= first_key
-        heads = kv_head * GROUP + rows
-        query = tl.load(
-            q + sequence * q_token_stride + heads[:, None] * q_head_stride + columns[None, :],
-            mask=is_inside,
-            other=0.0,
-        )
-        row = (block * num_kv_heads + kv_head) * BLOCK_SIZE + tile * KEYS % BLOCK_SIZE
-        k = key_rows.load([row, 0])
-        v = value_rows.load([row, 0])
         scores = _multiply(k, tl.trans(query), None, EXACT)
-        p, decay, total, peak = _weigh_scores(
-            scores, total, peak, is_visible[:, None], scale, cap, 0, True, HAS_CAP
+        if REST_COLUMNS > 0:
+            scores = _multiply(rest_k, tl.trans(rest_query), scores, EXACT)
+        p, decay, peak = _weigh_scores(
+            scores, peak, is_visible[:, None], scale, cap, 0, True, HAS_CAP
         )
+        sums = sums * decay[None, :] + p
         y = _multiply(tl.trans(v), p.to(v.dtype), y * decay[None, :], EXACT)
+        if REST_COLUMNS > 0:
+            rest_y = _multiply(tl.trans(rest_v), p.to(rest_v.dtype), rest_y * decay[None, :], EXACT)
         is_head_end = work + 1 == head_begin + num_tiles
         if is_head_end | (work + 1 == work_end):
-            if WRITES:
-                # The last key and value come from the step.
-                has_last_key = (tile == (end_key - 1) // KEYS) & (end_key > 0)
-                if has_last_key:
-                    last_key = new_keys + sequence * k_token_stride + kv_head * k_head_stride
-                    last_value = new_values + sequence * v_token_stride + kv_head * v_head_stride
-                    last_k = tl.load(last_key + columns, mask=is_column, other=0.0)
-                    last_v = tl.load(last_value + columns, mask=is_column, other=0.0)
-                    last_score = tl.sum(query.to(tl.float32) * last_k.to(tl.float32)[None, :], 1)
-                    last_p, last_decay, total, peak = _weigh_scores(
-                        last_score[None, :], total, peak, True, scale, cap, 0, False, HAS_CAP
-                    )
-                    y = y * last_decay[None, :] + last_v.to(tl.float32)[:, None] * last_p
+            total = tl.sum(sums, 0)
+            unit = (1.0 / tl.where(total == 0.0, 1.0, total))[None, :]
+            # Of base 2, as the exponents are.
+            lse = tl.where(total == 0.0, -float("inf"), peak + tl.log2(total))
+            head_y = tl.trans(y * unit)
+            if REST_COLUMNS > 0:
+                rest_head_y = tl.trans(rest_y * unit)
             if NUM_SPLITS == 0:
                 has_first_tile = head_begin >= work_begin
                 is_complete = has_first_tile & is_head_end
                 slot = program * 2 + has_first_tile.to(tl.int32)
             else:
-                has_first_tile = program % NUM_SPLITS == 0
                 is_complete = NUM_SPLITS == 1
                 slot = program
-            # Of base 2, as the exponents are.
-            lse = tl.where(total == 0.0, -float("inf"), peak + tl.log2(total))
-            head_y = tl.trans(y / tl.where(total == 0.0, 1.0, total)[None, :])
-            row_index = (sequence * num_kv_heads + kv_head) * GROUP + rows
-            tl.store(
-                merged + row_index[:, None] * HEAD_DIM + columns[None, :],
-                head_y.to(merged.dtype.element_ty),
-                mask=is_inside & is_complete,
-            )
-            if RETURNS_LSE:
-                tl.store(merged_lse + row_index, lse * LOG_2, mask=is_row & is_complete)
-            if NUM_SPLITS != 1:
+            if is_complete:
+                row_index = (sequence * num_kv_heads + kv_head) * GROUP + rows
+                y_rows = merged + row_index * HEAD_DIM
+                _store_columns(y_rows, head_y, is_row, tile_columns, is_tile_column)
+                if REST_COLUMNS > 0:
+                    _store_columns(y_rows, rest_head_y, is_row, rest_columns, is_rest_column)
+                if RETURNS_LSE:
+                    tl.store(merged_lse + row_index, lse * LOG_2, mask=is_row)
+            else:
                 row_index = slot * GROUP + rows
-                tl.store(partial_lse + row_index, lse, mask=is_row & (not is_complete))
-                tl.store(
-                    partial_y + row_index[:, None] * HEAD_DIM + columns[None, :],
-                    head_y,
-                    mask=is_inside & (not is_complete),
-                )
-            peak = tl.full([GROUP_ROWS], -float("inf"), tl.float32)
-            total = tl.zeros([GROUP_ROWS], tl.float32)
-            y = tl.zeros([HEAD_COLUMNS, GROUP_ROWS], tl.float32)
+                part_rows = partial_y + row_index * HEAD_DIM
+                _store_columns(part_rows, head_y, is_row, tile_columns, is_tile_column)
+                if REST_COLUMNS > 0:
+                    _store_columns(part_rows, rest_head_y, is_row, rest_columns, is_rest_column)
+                tl.store(partial_lse + row_index, lse, mask=is_row)
+        is_head_begin = is_head_end
         tile += TILE_STEP
         if NUM_SPLITS == 0:
             # The next head of this sequence, or the first one of the next sequence.
@@ -584,19 +664,6 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
             block_table + table_row * table_stride + tile * KEYS // BLOCK_SIZE,
             mask=(work + 1 < work_end) & (tile * KEYS < end_cached),
             other=0,
-        )
-    if WRITES:
-        new_k = tl.load(
-            new_keys
-            + (stored_sequence * k_token_stride + stored_head * k_head_stride)[:, None]
-            + columns[None, :],
-            mask=stored_mask,
-        )
-        new_v = tl.load(
-            new_values
-            + (stored_sequence * v_token_stride + stored_head * v_head_stride)[:, None]
-            + columns[None, :],
-            mask=stored_mask,
         )
     if NUM_SPLITS != 1:
         # The first head of the range, and the last one if it does not end there, may be shared.
@@ -661,16 +728,6 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
                     )
             is_shared &= is_last | (group_parts == 1)
         is_last = _arrive(counters + shared_index, num_groups, is_shared)
-    if WRITES:
-        tl.store(keys + stored_at[:, None] + columns[None, :], new_k, mask=stored_mask)
-        tl.store(values + stored_at[:, None] + columns[None, :], new_v, mask=stored_mask)
-        _clear_values(
-            values + stored_at,
-            tl.where(is_stored & (position % BLOCK_SIZE == 0), BLOCK_SIZE - 1, 0),
-            slot_stride,
-            HEAD_DIM,
-            HEAD_COLUMNS,
-        )
     if NUM_SPLITS != 1:
         for i in tl.range(0, 2, num_stages=1):
             is_own = is_last & (shared == i)
@@ -720,10 +777,14 @@ class DecodeTiling:
     """Maximum number of keys of a tile, which is in one block."""
     programs_per_multiprocessor: int
     num_warps: int
-    num_stages: int = 2
+    num_stages: int
     """One more than the tiles of a program that are in flight."""
-    min_work: int = 1
-    """Minimum number of tiles of a program."""
+
+    @property
+    def num_registers(self) -> int:
+        """Maximum number of registers of a thread, so that all programs fit."""
+        num_threads = 32 * self.num_warps * self.programs_per_multiprocessor
+        return min(NUM_REGISTERS // num_threads // 8 * 8, 255)
 
 
 @functools.cache
@@ -745,41 +806,44 @@ def align_programs(num_programs: int, num_heads: int) -> int:
     return num_aligned if num_aligned >= MIN_ALIGNED * num_programs else num_programs
 
 
-def choose_decode_tiling(
-    head_dim: int, itemsize: int, num_heads: int, num_multiprocessors: int, shared_memory: int
-) -> DecodeTiling:
+def choose_decode_tiling(head_dim: int, itemsize: int, shared_memory: int) -> DecodeTiling:
     """Returns a tiling in which each of several programs of a multiprocessor has a tile in flight.
 
     Programs have few warps, as these wait for each other in each tile. The constants were measured
-    on an H200, see docs/benchmarks/inference.md. num_heads: of keys, of all sequences;
-    shared_memory: bytes that a program can have.
+    on an H200, see docs/benchmarks/inference.md. shared_memory: bytes that a program can have.
     """
-    row_bytes = max(16, triton.next_power_of_2(head_dim)) * itemsize
+    row_bytes = sum(_split_columns(head_dim)) * itemsize
 
-    def fit(keys: int, num_programs: int, num_warps: int) -> DecodeTiling:
+    def fit(keys: int, num_programs: int, num_warps: int, num_stages: int = 2) -> DecodeTiling:
         # Keys, values and queries.
-        program_bytes = (2 * keys + MIN_ROWS) * row_bytes
-        num_programs = max(min(shared_memory // program_bytes, num_programs), 1)
-        return DecodeTiling(keys, num_programs, num_warps)
+        num_rows = 2 * keys * (num_stages - 1) + MIN_ROWS
+        max_programs = shared_memory // (num_rows * row_bytes + RESERVED_BYTES)
+        return DecodeTiling(keys, max(min(num_programs, max_programs), 1), num_warps, num_stages)
 
-    keys = max(min(TILE_BYTES // row_bytes, 64), 16)
     if itemsize == 4:
-        return fit(keys, 4, num_warps=4)
-    if keys * row_bytes < TILE_BYTES:
-        return fit(keys, 4, num_warps=1)
-    tiling = fit(keys, 4, num_warps=2)
-    num_programs = num_multiprocessors * tiling.programs_per_multiprocessor
-    if keys == 64 and align_programs(num_programs, num_heads) % num_heads > 0:
-        # Many small programs lose less if their ranges begin anywhere.
+        keys = max(min(TILE_BYTES // triton.next_power_of_2(row_bytes), 64), 16)
+        return fit(keys, 2, num_warps=4)
+    if head_dim <= 64:
+        return fit(64, 6, num_warps=1, num_stages=3)
+    if head_dim <= 128:
         return fit(32, 8, num_warps=1)
-    return tiling
+    return fit(32, 4, num_warps=2)
 
 
-def _rows_of(cache: Tensor, keys: int) -> Any:
+def _split_columns(head_dim: int) -> tuple[int, int]:
+    """Returns the columns of a tile of keys, and of a second one: powers of two, or zero.
+
+    A head of 80 has tiles of 64 and 16 columns instead of one of 128.
+    """
+    num_columns = max(16, triton.next_power_of_2(head_dim))
+    rest = max(16, triton.next_power_of_2(head_dim - num_columns // 2))
+    return (num_columns // 2, rest) if rest < num_columns // 2 else (num_columns, 0)
+
+
+def _rows_of(cache: Tensor, keys: int, num_columns: int) -> Any:
     """Returns a descriptor of the rows of a cache, of which a tile has `keys` in sequence."""
     rows = cache.view(-1, cache.shape[-1])
-    columns = max(16, triton.next_power_of_2(rows.shape[1]))
-    return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [keys, columns])
+    return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [keys, num_columns])
 
 
 def decode_attention(
@@ -806,6 +870,9 @@ def decode_attention(
     so that the order of additions depends on it and on the length of the sequence only; 0 divides
     the tiles of all sequences equally. own: attends to the pages of one rank of context only,
     without `new`; the result is then in fp32.
+
+    On Hopper or newer GPUs the kernel with `new` reads lengths and the cache while the kernel
+    before it ends, which must not write these.
     """
     assert own is None or new is None, "pages are written before"
     assert cache.keys.stride() == cache.values.stride(), "keys and values have one layout"
@@ -815,14 +882,7 @@ def decode_attention(
     num_multiprocessors, shared_memory = _device_limits(q.device.index)
     num_pairs = num_sequences * kv_heads
     if tiling is None:
-        # With splits, the tiles of a sequence do not depend on the number of sequences.
-        tiling = choose_decode_tiling(
-            head_dim,
-            q.element_size(),
-            1 if num_splits else num_pairs,
-            num_multiprocessors,
-            shared_memory,
-        )
+        tiling = choose_decode_tiling(head_dim, q.element_size(), shared_memory)
     if num_splits:
         num_programs = num_slots = num_pairs * num_splits
         assert num_splits <= 2 * PARTS_OF_GROUP.value or num_slots <= MAX_PARTS, num_splits
@@ -844,14 +904,18 @@ def decode_attention(
     merged_rows = triton.next_power_of_2(group)
     columns = max(16, triton.next_power_of_2(head_dim))
     keys = min(tiling.keys, cache.block_size)
+    has_descriptors = head_dim * cache.keys.element_size() % DESCRIPTOR_ALIGNMENT == 0
+    tile_columns, rest_columns = _split_columns(head_dim) if has_descriptors else (columns, 0)
     _decode_kernel[(num_programs,)](
         q,
         new_keys,
         new_values,
         cache.keys,
         cache.values,
-        _rows_of(cache.keys, keys),
-        _rows_of(cache.values, keys),
+        _rows_of(cache.keys, keys, tile_columns) if has_descriptors else None,
+        _rows_of(cache.values, keys, tile_columns) if has_descriptors else None,
+        _rows_of(cache.keys, keys, rest_columns) if rest_columns else None,
+        _rows_of(cache.values, keys, rest_columns) if rest_columns else None,
         block_table,
         table_rows,
         seq_lens,
@@ -872,13 +936,14 @@ def decode_attention(
         num_sequences,
         kv_heads,
         0 if own is None else own.context_index,
-        tiling.min_work,
         GROUP=group,
         GROUP_ROWS=max(MIN_COLUMNS, triton.next_power_of_2(group)),
         MERGED_ROWS=merged_rows,
         MERGED_PARTS=max(2, min(8, MERGED_ELEMENTS * tiling.num_warps // merged_rows // columns)),
         HEAD_DIM=head_dim,
         HEAD_COLUMNS=columns,
+        TILE_COLUMNS=tile_columns,
+        REST_COLUMNS=rest_columns,
         BLOCK_SIZE=cache.block_size,
         KEYS=keys,
         NUM_SPLITS=num_splits,
@@ -891,9 +956,11 @@ def decode_attention(
         IS_DEPENDENT=is_dependent,
         SEQUENCES_AT_ONCE=sequences_at_once,
         HAS_ONE_CHUNK=num_sequences <= sequences_at_once,
-        STORED_TOKENS=triton.next_power_of_2(triton.cdiv(num_pairs, num_programs)),
+        HAS_DESCRIPTORS=has_descriptors,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
+        # Without this, the assembler may use fewer registers for programs that do not fit anyway.
+        maxnreg=tiling.num_registers,
         launch_pdl=is_dependent,
     )
     return y
@@ -1385,15 +1452,14 @@ for _name, _function, _arguments in (
     torch.library.register_fake(f"ranvier::{_name}", _empty_like_queries, lib=_LIBRARY)
 
 
-def supports(cache: KVCache) -> bool:
-    """Whether the kernels support a cache."""
-    return (
-        cache.keys.dtype in (torch.float32, torch.bfloat16, torch.float16)
-        and cache.block_size in (16, 32, 64, 128)
-        and cache.keys.shape[-1] <= 256
-        # Descriptors of rows have addresses that are multiples of 16 bytes.
-        and cache.keys.shape[-1] * cache.keys.element_size() % 16 == 0
-    )
+def find_unsupported(cache: KVCache) -> str:
+    """Returns what of a cache the kernels do not support, or an empty string."""
+    head_dim = cache.keys.shape[-1]
+    if cache.keys.dtype not in CACHE_DTYPES:
+        return f"a cache in {cache.keys.dtype}"
+    if cache.block_size not in BLOCK_SIZES:
+        return f"blocks of {cache.block_size} tokens"
+    return f"heads of {head_dim} features" if head_dim > MAX_HEAD_DIM else ""
 
 
 def _clears_values(sequences: PagedSequences) -> bool:
