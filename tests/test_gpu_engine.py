@@ -156,3 +156,31 @@ def test_batch_invariant_log_probabilities() -> None:
     found, preemptions = run(64, num_blocks=90)
     assert preemptions > 0
     assert found == want
+
+
+def test_compiled_kernels_wait_for_their_predecessor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that lets its successor start, and has not waited, would break the order of all."""
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("the device starts kernels one after another")
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.utils import fresh_cache
+
+    codes: list[str] = []
+    monkeypatch.setattr(GraphLowering, "save_output_code", staticmethod(codes.append))
+    plan = Plan(data=1, compile="on")
+    model = parallelize(build("llama"), Grid({}), plan, device="cuda", dtype=torch.bfloat16).eval()
+    with fresh_cache(), open_engine(model, EngineConfig(), num_blocks=60) as engine:
+        params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+        for i, prompt in enumerate(prompts()):
+            engine.add(Request(request_id=str(i), prompt_token_ids=prompt, params=params))
+        while engine.has_unfinished:
+            engine.step()
+    kernels = [
+        kernel.partition("''', device_str=")[0]
+        for code in codes
+        for kernel in code.split("@triton.jit")[1:]
+    ]
+    assert len(kernels) > 1
+    for kernel in kernels:
+        wait, launch = kernel.find("gdc_wait()"), kernel.find("gdc_launch_dependents()")
+        assert 0 <= wait < launch, kernel

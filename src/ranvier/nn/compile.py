@@ -130,7 +130,14 @@ class CompiledBlocks:
         from torch._C._dynamo.eval_frame import reset_code
 
         own = FunctionType(_run_block_part.__code__.replace(), globals(), _run_block_part.__name__)
-        compiled = torch.compile(own, fullgraph=True, dynamic=False, backend=self.backend)
+        options: dict[str, Any] | None = None
+        if is_inference and self.backend == "inductor":
+            # Kernels of a step are short: they start before their predecessor has ended, if the
+            # device can do that, and wait for it before they read what it writes.
+            options = {"triton.enable_pdl": True}
+        compiled = torch.compile(
+            own, fullgraph=True, dynamic=False, backend=self.backend, options=options
+        )
         graph = BlockGraph(compiled, is_inference)
         # What dynamo stores in a code object refers to it, which the garbage collector cannot see.
         weakref.finalize(graph, reset_code, own.__code__)

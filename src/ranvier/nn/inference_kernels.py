@@ -44,6 +44,7 @@ def _row_kernel(  # type: ignore[no-untyped-def]
     weights = tl.load(pointers, mask=inside, other=0.0)
     if IS_DEPENDENT:
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     values = tl.load(x + inputs, mask=inputs < num_inputs, other=0.0)
     total = weights.to(tl.float32) * values.to(tl.float32)[None, :]
     for start in tl.range(BLOCK_K, num_inputs, BLOCK_K):
@@ -56,8 +57,6 @@ def _row_kernel(  # type: ignore[no-untyped-def]
             weights = tl.load(pointers + start, mask=inside, other=0.0)
             values = tl.load(x + start + inputs, mask=is_input, other=0.0)
         total += weights.to(tl.float32) * values.to(tl.float32)[None, :]
-    if IS_DEPENDENT:
-        tl.extra.cuda.gdc_launch_dependents()
     tl.store(y + outputs, tl.sum(total, 1).to(y.dtype.element_ty), mask=is_output)
 
 
@@ -113,6 +112,7 @@ def _in_order_kernel(  # type: ignore[no-untyped-def]
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     if IS_DEPENDENT:
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     for start in tl.range(0, num_inputs, BLOCK_K, num_stages=STAGES):
         if IS_EVEN:
             weights = tl.load(weight_pointers + start)
@@ -127,8 +127,6 @@ def _in_order_kernel(  # type: ignore[no-untyped-def]
             total = tl.dot(weights, values, total, input_precision="ieee")
         else:
             total = tl.dot(weights, values, total)
-    if IS_DEPENDENT:
-        tl.extra.cuda.gdc_launch_dependents()
     tl.store(
         y + rows.to(tl.int64)[None, :] * num_outputs + outputs[:, None],
         total.to(y.dtype.element_ty),
