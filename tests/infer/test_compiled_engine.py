@@ -250,3 +250,17 @@ def test_a_step_that_cannot_be_captured_runs_without_a_graph(
         assert capsys.readouterr().err.count("without a graph") == 1
     with pytest.raises(RuntimeError, match="stream is capturing"):
         serve(build("raise", compiled=False), cuda_graphs="first_use")
+
+
+def test_plain_attention_on_a_gpu_is_a_warning(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_runner, "has_triton", lambda: False)
+    for is_cuda in (False, True):
+        assert capsys.readouterr().err == ""
+        cache: Any = SimpleNamespace(keys=SimpleNamespace(is_cuda=is_cuda))
+        model_runner.warn_of_plain_attention(cache)
+    assert capsys.readouterr().err == (
+        "warning: attention to the KV cache runs in plain PyTorch and is slower: "
+        "Triton cannot be imported\n"
+    )

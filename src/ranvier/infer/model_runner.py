@@ -13,6 +13,7 @@ All ranks of a home sample the same tokens, which are then sent to all ranks.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -70,6 +71,7 @@ from ranvier.parallel.parallel_model import calls_of, get_parallel_model
 from ranvier.pipeline.step import MicroBatch
 from ranvier.planner.time.serving_step import count_own_tokens
 from ranvier.sharding import Sharding, local_range
+from ranvier.system.terminal import print
 from ranvier.trace import Event
 
 if TYPE_CHECKING:
@@ -212,6 +214,8 @@ class ModelRunner:
             )
             core.attend_paged = choose_paged_attention(core.kv_caches[0], batch_invariant)
             core.attend_own_pages = choose_page_attention(core.kv_caches[0])
+        if self._cores and self.grid.rank == 0:
+            warn_of_plain_attention(self._cores[0].kv_caches[0])
         has_kernels = all(core.attend_paged is not paged_attention for core in self._cores)
         self._has_kernels = self.device.type == "cuda" and has_kernels
         self._refuse_streams_over_context()
@@ -674,7 +678,26 @@ def _supports_kernels(cache: KVCache) -> bool:
         return False
     from ranvier.infer import paged_kernels
 
-    return paged_kernels.supports(cache)
+    return not paged_kernels.find_unsupported(cache)
+
+
+def warn_of_plain_attention(cache: KVCache) -> None:
+    """Prints why a GPU attends without the Triton kernels, if it does."""
+    if not cache.keys.is_cuda:
+        return
+    reason = "Triton cannot be imported"
+    if has_triton():
+        from ranvier.infer import paged_kernels
+
+        unsupported = paged_kernels.find_unsupported(cache)
+        if not unsupported:
+            return
+        reason = f"its kernels do not support {unsupported}"
+    print(
+        f"warning: attention to the KV cache runs in plain PyTorch and is slower: {reason}",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def _write_scores(results: Tensor, scores: TokenScores | None) -> None:
