@@ -37,6 +37,8 @@ class Break:
     """In `src/ranvier`."""
     before: str
     after: str
+    is_gpu_only: bool = False
+    """Whether no CPU runs the code."""
 
     def apply(self, source: Path) -> str:
         """Makes the edit in a copy of `src`; returns why it does not apply, or nothing."""
@@ -61,6 +63,7 @@ BREAKS = [
     Break(
         "decode-off-by-one", "paged-kernels", "infer/paged_kernels.py",
         "is_visible = key < end_cached", "is_visible = key < end_cached - 1",
+        is_gpu_only=True,
     ),
     Break(
         "rotary-gradient", "train-compiled", "models/decoder.py",
@@ -70,11 +73,13 @@ BREAKS = [
         "attention-scale", "train-compiled", "models/document_attention.py",
         "    longest = int(most)\n    q, k, v = map(contiguous_heads, (q, k, v))",
         "    longest = int(most)\n    q, k, v = map(contiguous_heads, (q * 1.05, k, v))",
+        is_gpu_only=True,
     ),
     Break(
         "float8-scale", "float8", "nn/triton_kernels.py",
         "tl.store(inverse_at, tl.div_rn(1.0, scale))",
         "tl.store(inverse_at, 1.05 * tl.div_rn(1.0, scale))",
+        is_gpu_only=True,
     ),
     Break(
         "graph-with-old-batch", "cuda-graph", "train/cuda_graph.py",
@@ -93,6 +98,7 @@ BREAKS = [
         "routing-weight", "mixture", "nn/moe/triton_kernels.py",
         "    w = tl.load(weights + choice, mask=r < rows, other=0.0).to(tl.float32)",
         "    w = tl.load(weights + choice * 0, mask=r < rows, other=0.0).to(tl.float32)",
+        is_gpu_only=True,
     ),
     Break(
         "lora-alpha", "lora", "models/config.py",
@@ -107,6 +113,7 @@ BREAKS = [
         "        q, k, v, bounds, bounds, longest, longest, 0.0, True, False, "
         "**kernel_window(window)",
         "        q, k, v, bounds[[0, -1]], bounds[[0, -1]], len(q), len(q), 0.0, True, False",
+        is_gpu_only=True,
     ),
     Break(
         "old-optimizer-state", "offload", "optim/state_store.py",
@@ -131,12 +138,15 @@ BREAKS = [
         "segment-alignment", "context-kernels", "models/segment_attention.py",
         "                self.causal,\n                False,\n",
         "                False,\n                False,\n",
+        is_gpu_only=True,
     ),
 ]  # fmt: skip
 
 
 def try_break(one: Break, device: str) -> tuple[str, str]:
     """Returns the verdict on a break (red, GREEN or not applied), and the output of the check."""
+    if one.is_gpu_only and device == "cpu":
+        return "skipped", "only a GPU runs this code"
     begin = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="gpu-break-", ignore_cleanup_errors=True) as folder:
         source = Path(folder) / "src"
@@ -182,6 +192,11 @@ def main(words: Sequence[str] | None = None) -> int:
     if unknown:
         known = ", ".join(one.name for one in BREAKS)
         parser.error(f"--only {','.join(sorted(unknown))} is unknown. Known breaks are {known}.")
+    if options.device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            parser.error("--device cuda needs a GPU, and torch sees none. Run with --device cpu.")
     chosen = [one for one in BREAKS if not names or one.name in names]
     with ThreadPoolExecutor(options.parallel) as pool:
         futures = [(one, pool.submit(try_break, one, options.device)) for one in chosen]

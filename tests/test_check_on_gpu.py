@@ -237,6 +237,19 @@ def test_breaks_apply_and_have_parts(tmp_path: Path) -> None:
         shutil.copy(ROOT / "src" / "ranvier" / one.file, path)
 
 
+def test_breaks_of_gpu_code_are_skipped_on_a_cpu(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    only = ["--only", "attention-scale,float8-scale"]
+    assert gpu_breaks.main([*only, "--device", "cpu"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert all("skipped      only a GPU runs this code" in line for line in lines[:2]), lines
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        gpu_breaks.main(only)
+    assert "--device cuda needs a GPU, and torch sees none" in capsys.readouterr().err
+
+
 def test_what_differs_needs_no_torch() -> None:
     code = (
         f"import sys; sys.path.insert(0, {str(ROOT / 'scripts')!r}); import gpu_check; "
