@@ -19,15 +19,19 @@ from __future__ import annotations
 
 import atexit
 import csv
+import functools
 import importlib.util
+import os
 import random
 import shutil
 import statistics
 import sys
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -48,6 +52,8 @@ GRAPH_BYTES = 1e9
 """Keys and values that the layers of a graph read, so that the next replay finds none in a cache of
 the device, and the launch of the graph takes a small part of the time."""
 MAX_LAYERS = 24
+MAX_PROCESSES = 16
+"""Processes that compile kernels."""
 NUM_DRAWS = 3
 """Sets of lengths of a cell."""
 MAX_ERROR = 0.02
@@ -73,6 +79,11 @@ class Cell:
     def read_bytes(self) -> float:
         """Bytes of the keys and values of a replay, on average."""
         return sum(map(sum, self.lengths)) / len(self.lengths) * self.token_bytes
+
+    @property
+    def is_small(self) -> bool:
+        """Whether it is compared with the old kernel instead of a copy."""
+        return self.read_bytes < MIN_BYTES
 
     @property
     def max_lengths(self) -> list[int]:
@@ -145,15 +156,23 @@ def make_flush() -> Tensor:
     return torch.empty(64 * 2**20, dtype=torch.int32, device="cuda")
 
 
-def make_inputs(cell: Cell, device: torch.device, block_size: int = BLOCK_SIZE) -> Inputs:
-    """Returns random tensors, with the blocks of a sequence anywhere in the cache."""
+def make_inputs(
+    cell: Cell, device: torch.device, block_size: int = BLOCK_SIZE, *, has_one_block: bool = False
+) -> Inputs:
+    """Returns random tensors, with the blocks of a sequence anywhere in the cache.
+
+    has_one_block: the blocks of all sequences are one, so that no cell needs much memory.
+    """
     num_layers = min(max(round(GRAPH_BYTES / cell.read_bytes), 2), MAX_LAYERS)
     num_sequences = len(cell.lengths[0])
     num_blocks = [-(-length // block_size) for length in cell.max_lengths]
-    order = torch.randperm(sum(num_blocks)).add(1).int()
     block_table = torch.zeros(num_sequences, max(num_blocks), dtype=torch.int32)
-    for row, blocks in zip(block_table, order.split(num_blocks), strict=True):
-        row[: len(blocks)] = blocks
+    if has_one_block:
+        num_layers, num_blocks = 1, [0]
+    else:
+        order = torch.randperm(sum(num_blocks)).add(1).int()
+        for row, blocks in zip(block_table, order.split(num_blocks), strict=True):
+            row[: len(blocks)] = blocks
 
     def draw(*shape: int) -> Tensor:
         return torch.empty(shape, device=device, dtype=torch.bfloat16).normal_()
@@ -245,6 +264,7 @@ def copy_bandwidth(flush: Tensor) -> float:
     return 2 * x.nbytes / statistics.median(times)
 
 
+@functools.cache
 def load_old_kernels(path: Path) -> ModuleType:
     """Imports the kernels of another tree, whose operators get a library of their own."""
     code = path.read_text().replace('"ranvier"', '"old_ranvier"')
@@ -260,6 +280,18 @@ def load_old_kernels(path: Path) -> ModuleType:
     sys.modules[copy.stem] = module
     spec.loader.exec_module(module)
     return module
+
+
+def compile_kernels(cell: Cell, old: Path | None) -> None:
+    """Runs the kernels of a cell once, so that Triton's cache has them: compiling takes longest."""
+    from ranvier.infer import paged_kernels
+
+    inputs = make_inputs(cell, torch.device("cuda"), has_one_block=True)
+    inputs.attend(paged_kernels)
+    if old is not None and cell.is_small:
+        old_kernels = load_old_kernels(old)
+        for num_splits in OLD_SPLITS:
+            inputs.attend(old_kernels, num_splits=num_splits)
 
 
 @dataclass(frozen=True)
@@ -326,6 +358,9 @@ def main() -> None:
 
     from ranvier.infer import paged_kernels
 
+    num_processes = min(os.cpu_count() or 1, MAX_PROCESSES)
+    with ProcessPoolExecutor(num_processes, mp_context=get_context("spawn")) as pool:
+        list(pool.map(partial(compile_kernels, old=options.old), cells))
     old_kernels = None if options.old is None else load_old_kernels(options.old)
     flush = make_flush()
     bandwidth = copy_bandwidth(flush)
@@ -339,10 +374,9 @@ def main() -> None:
             replay_seconds, inputs=inputs, draws=draws, flush=flush, repeats=options.repeats
         )
         seconds = measure(partial(inputs.attend, paged_kernels))
-        is_small = cell.read_bytes < MIN_BYTES
         old_seconds = {
             splits: measure(partial(inputs.attend, old_kernels, num_splits=splits))
-            for splits in (OLD_SPLITS if old_kernels is not None and is_small else ())
+            for splits in (OLD_SPLITS if old_kernels is not None and cell.is_small else ())
         }
         old_splits = min(old_seconds, key=lambda splits: old_seconds[splits], default=None)
         row = Row(
