@@ -152,6 +152,47 @@ def test_batch_invariant_attention_is_that_of_each_token_alone(
         assert torch.equal(again[0], have[token]), token
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("window", "cap"), [(0, 0.0), (37, 0.0), (100, 5.0)])
+@pytest.mark.parametrize(
+    "shape", [*SHAPES, (6, 2, 48), (6, 2, 50), (4, 2, 100), (8, 1, 192)], ids=str
+)
+def test_decode_that_writes_equals_plain_attention(
+    shape: tuple[int, int, int], window: int, cap: float, dtype: torch.dtype
+) -> None:
+    from ranvier.infer.paged_kernels import decode_attention
+
+    chunks = [(1, 1), (1, 16), (1, 64), (1, 65), (1, 333), (1, 700)]
+    (q, k, v), cache, sequences = make_step(shape, chunks, 64, dtype)
+    wide = KVCache(cache.keys.double(), cache.values.double())
+    want = paged_attention(*(x.double() for x in (q, k, v)), wide, sequences, window, cap)
+    spoil_new_blocks(cache.values, sequences, chunks)
+    have = decode_attention(
+        q,
+        cache,
+        sequences.block_table,
+        sequences.token_rows,
+        sequences.token_lens,
+        new=(k, v),
+        window=window,
+        cap=cap,
+    )
+    difference = float((have.double() - want).abs().max())
+    assert difference < (2e-5 if dtype == torch.float32 else 3e-2), difference
+    assert torch.equal(cache.keys.double(), wide.keys)
+    assert torch.equal(cache.values.double(), wide.values)
+
+
+@pytest.mark.xfail(reason="each split adds the new key; nothing in the package asks for both")
+def test_a_fixed_number_of_splits_refuses_new_keys() -> None:
+    from ranvier.infer.paged_kernels import decode_attention
+
+    (q, k, v), cache, sequences = make_step((8, 2, 64), [(1, 100)], 64, torch.bfloat16)
+    where = (cache, sequences.block_table, sequences.token_rows, sequences.token_lens)
+    with pytest.raises(AssertionError):
+        decode_attention(q, *where, new=(k, v), num_splits=4)
+
+
 @pytest.mark.parametrize("merges", [False, True])
 @pytest.mark.parametrize(("window", "cap"), [(0, 0.0), (37, 5.0)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
