@@ -183,7 +183,32 @@ def test_decode_that_writes_equals_plain_attention(
     assert torch.equal(cache.values.double(), wide.values)
 
 
-@pytest.mark.xfail(reason="each split adds the new key; nothing in the package asks for both")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_decode_reads_caches_in_another_order(dtype: torch.dtype) -> None:
+    """Kernels of other servers have the slots of a block before its kv heads."""
+    from ranvier.infer.paged_kernels import decode_attention
+
+    chunks = [(1, 16), (1, 65), (1, 333)]
+    (q, k, v), cache, sequences = make_step((8, 2, 64), chunks, 64, dtype)
+    keys, values = (
+        x.transpose(1, 2).contiguous().transpose(1, 2) for x in (cache.keys, cache.values)
+    )
+    wide = KVCache(cache.keys.double(), cache.values.double())
+    want = paged_attention(*(x.double() for x in (q, k, v)), wide, sequences)
+    have = decode_attention(
+        q,
+        KVCache(keys, values),
+        sequences.block_table,
+        sequences.token_rows,
+        sequences.token_lens,
+        new=(k, v),
+    )
+    difference = float((have.double() - want).abs().max())
+    assert difference < (2e-5 if dtype == torch.float32 else 3e-2), difference
+    assert torch.equal(keys.double(), wide.keys)
+    assert torch.equal(values.double(), wide.values)
+
+
 def test_a_fixed_number_of_splits_refuses_new_keys() -> None:
     from ranvier.infer.paged_kernels import decode_attention
 

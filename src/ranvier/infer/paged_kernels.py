@@ -61,9 +61,11 @@ MIN_COLUMNS = 8
 TILE_BYTES = 16384
 """Bytes of the keys of a tile in fp32, at most."""
 DESCRIPTOR_ALIGNMENT = 16
-"""Bytes of which the rows of a descriptor are a multiple; other heads are loaded by pointers."""
-NUM_REGISTERS = 65536
-"""Number of registers of a multiprocessor."""
+"""Bytes of which the rows of a descriptor are a multiple; other heads, and caches that are not
+contiguous, are loaded by pointers."""
+MAX_REGISTERS = 255
+"""Registers of a thread of the decode kernel, with which all programs of a multiprocessor fit.
+Without this the assembler may use fewer, for programs that do not fit anyway."""
 RESERVED_BYTES = 1024
 """Bytes of shared memory that a device reserves for each program."""
 MIN_ALIGNED = 0.9
@@ -159,9 +161,10 @@ def _count_own_keys(  # type: ignore[no-untyped-def]
     CONTEXT: tl.constexpr,
 ):
     """Returns how many of the first tokens of a sequence are in pages of this rank of context."""
-    rest = num_tokens % (BLOCK_SIZE * CONTEXT) - context_index * BLOCK_SIZE
-    whole = num_tokens // (BLOCK_SIZE * CONTEXT) * BLOCK_SIZE
-    return whole + tl.minimum(tl.maximum(rest, 0), BLOCK_SIZE)
+    # Each rank has a block of a round; those of the last round may be incomplete.
+    num_earlier = num_tokens // (BLOCK_SIZE * CONTEXT) * BLOCK_SIZE
+    num_of_last_round = num_tokens % (BLOCK_SIZE * CONTEXT) - context_index * BLOCK_SIZE
+    return num_earlier + tl.minimum(tl.maximum(num_of_last_round, 0), BLOCK_SIZE)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -324,20 +327,20 @@ def _arrive(counters, num_programs, is_counted):  # type: ignore[no-untyped-def]
 @triton.jit
 def _first_tile(program, total_work, num_workers):  # type: ignore[no-untyped-def]
     """Returns the first tile of a program: the first `total_work % num_workers` have one more."""
-    rest = total_work % num_workers
-    return program * (total_work // num_workers) + tl.minimum(program, rest)
+    num_longer_programs = total_work % num_workers
+    return program * (total_work // num_workers) + tl.minimum(program, num_longer_programs)
 
 
 @triton.jit
 def _program_of(tile, total_work, num_workers):  # type: ignore[no-untyped-def]
     """Returns which program has a tile, the inverse of `_first_tile`."""
     num_tiles = total_work // num_workers
-    rest = total_work % num_workers
-    num_longer = rest * (num_tiles + 1)
+    num_longer_programs = total_work % num_workers
+    shorter_begin = num_longer_programs * (num_tiles + 1)
     return tl.where(
-        tile < num_longer,
+        tile < shorter_begin,
         tile // (num_tiles + 1),
-        rest + (tile - num_longer) // num_tiles,
+        num_longer_programs + (tile - shorter_begin) // num_tiles,
     )
 
 
@@ -352,8 +355,8 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     values,
     key_rows,
     value_rows,
-    rest_key_rows,
-    rest_value_rows,
+    second_key_rows,
+    second_value_rows,
     block_table,
     table_rows,
     seq_lens,
@@ -385,7 +388,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     HEAD_DIM: tl.constexpr,
     HEAD_COLUMNS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
-    REST_COLUMNS: tl.constexpr,
+    SECOND_COLUMNS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     KEYS: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
@@ -419,12 +422,12 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     columns = tl.arange(0, HEAD_COLUMNS)
     is_row = rows < GROUP
     is_column = columns < HEAD_DIM
-    # A tile has a power of two of columns, and the rest of them is a second tile.
+    # A tile has a power of two of columns; a second one has the others.
     tile_columns = tl.arange(0, TILE_COLUMNS)
     is_tile_column = tile_columns < HEAD_DIM
-    if REST_COLUMNS > 0:
-        rest_columns = TILE_COLUMNS + tl.arange(0, REST_COLUMNS)
-        is_rest_column = rest_columns < HEAD_DIM
+    if SECOND_COLUMNS > 0:
+        second_columns = TILE_COLUMNS + tl.arange(0, SECOND_COLUMNS)
+        is_second_column = second_columns < HEAD_DIM
     key_range = tl.arange(0, KEYS)
     merged_rows = tl.arange(0, MERGED_ROWS)
     is_merged = (merged_rows < GROUP)[:, None] & is_column[None, :]
@@ -528,20 +531,22 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     # Of each key of a tile: to add those of all keys takes the program's warps longer.
     sums = tl.zeros([KEYS, GROUP_ROWS], tl.float32)
     y = tl.zeros([TILE_COLUMNS, GROUP_ROWS], tl.float32)
-    if REST_COLUMNS > 0:
-        rest_query = tl.zeros([GROUP_ROWS, REST_COLUMNS], q.dtype.element_ty)
-        rest_y = tl.zeros([REST_COLUMNS, GROUP_ROWS], tl.float32)
+    if SECOND_COLUMNS > 0:
+        second_query = tl.zeros([GROUP_ROWS, SECOND_COLUMNS], q.dtype.element_ty)
+        second_y = tl.zeros([SECOND_COLUMNS, GROUP_ROWS], tl.float32)
     is_head_begin = True
     for work in tl.range(work_begin, work_end):
         row = (block * num_kv_heads + kv_head) * BLOCK_SIZE + tile * KEYS % BLOCK_SIZE
         if HAS_DESCRIPTORS:
             k = key_rows.load([row, 0])
             v = value_rows.load([row, 0])
-            if REST_COLUMNS > 0:
-                rest_k = rest_key_rows.load([row, TILE_COLUMNS])
-                rest_v = rest_value_rows.load([row, TILE_COLUMNS])
+            if SECOND_COLUMNS > 0:
+                second_k = second_key_rows.load([row, TILE_COLUMNS])
+                second_v = second_value_rows.load([row, TILE_COLUMNS])
         else:
-            at = (row.to(tl.int64) + key_range)[:, None] * HEAD_DIM + tile_columns[None, :]
+            at = block.to(tl.int64) * block_stride + kv_head * kv_head_stride
+            at += (tile * KEYS % BLOCK_SIZE + key_range).to(tl.int64) * slot_stride
+            at = at[:, None] + tile_columns[None, :]
             k = tl.load(keys + at, mask=is_tile_column[None, :], other=0.0)
             v = tl.load(values + at, mask=is_tile_column[None, :], other=0.0)
         if is_head_begin:
@@ -552,13 +557,13 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
             heads = kv_head * GROUP + rows
             queries = q + sequence * q_token_stride + heads * q_head_stride
             query = _load_columns(queries, is_row, tile_columns, is_tile_column)
-            if REST_COLUMNS > 0:
-                rest_query = _load_columns(queries, is_row, rest_columns, is_rest_column)
+            if SECOND_COLUMNS > 0:
+                second_query = _load_columns(queries, is_row, second_columns, is_second_column)
             peak = tl.full([GROUP_ROWS], -float("inf"), tl.float32)
             sums = tl.zeros([KEYS, GROUP_ROWS], tl.float32)
             y = tl.zeros([TILE_COLUMNS, GROUP_ROWS], tl.float32)
-            if REST_COLUMNS > 0:
-                rest_y = tl.zeros([REST_COLUMNS, GROUP_ROWS], tl.float32)
+            if SECOND_COLUMNS > 0:
+                second_y = tl.zeros([SECOND_COLUMNS, GROUP_ROWS], tl.float32)
             if WRITES:
                 has_last_key = (head_begin + num_tiles <= work_end) & (end_key > 0)
                 if has_last_key:
@@ -576,14 +581,18 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
                     tl.store(values + stored + tile_columns, last_v, mask=is_tile_column)
                     last_score = tl.sum(query.to(tl.float32) * last_k.to(tl.float32)[None, :], 1)
                     y += last_v.to(tl.float32)[:, None]
-                    if REST_COLUMNS > 0:
-                        last_k = tl.load(last_key + rest_columns, mask=is_rest_column, other=0.0)
-                        last_v = tl.load(last_value + rest_columns, mask=is_rest_column, other=0.0)
-                        tl.store(keys + stored + rest_columns, last_k, mask=is_rest_column)
-                        tl.store(values + stored + rest_columns, last_v, mask=is_rest_column)
-                        products = rest_query.to(tl.float32) * last_k.to(tl.float32)[None, :]
+                    if SECOND_COLUMNS > 0:
+                        last_k = tl.load(
+                            last_key + second_columns, mask=is_second_column, other=0.0
+                        )
+                        last_v = tl.load(
+                            last_value + second_columns, mask=is_second_column, other=0.0
+                        )
+                        tl.store(keys + stored + second_columns, last_k, mask=is_second_column)
+                        tl.store(values + stored + second_columns, last_v, mask=is_second_column)
+                        products = second_query.to(tl.float32) * last_k.to(tl.float32)[None, :]
                         last_score += tl.sum(products, 1)
-                        rest_y += last_v.to(tl.float32)[:, None]
+                        second_y += last_v.to(tl.float32)[:, None]
                     # Its weight is 2^0.
                     _, _, peak = _weigh_scores(
                         last_score[None, :], peak, True, scale, cap, 0, False, HAS_CAP
@@ -602,15 +611,17 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
         if HAS_WINDOW:
             is_visible &= key >= first_key
         scores = _multiply(k, tl.trans(query), None, EXACT)
-        if REST_COLUMNS > 0:
-            scores = _multiply(rest_k, tl.trans(rest_query), scores, EXACT)
+        if SECOND_COLUMNS > 0:
+            scores = _multiply(second_k, tl.trans(second_query), scores, EXACT)
         p, decay, peak = _weigh_scores(
             scores, peak, is_visible[:, None], scale, cap, 0, True, HAS_CAP
         )
         sums = sums * decay[None, :] + p
         y = _multiply(tl.trans(v), p.to(v.dtype), y * decay[None, :], EXACT)
-        if REST_COLUMNS > 0:
-            rest_y = _multiply(tl.trans(rest_v), p.to(rest_v.dtype), rest_y * decay[None, :], EXACT)
+        if SECOND_COLUMNS > 0:
+            second_y = _multiply(
+                tl.trans(second_v), p.to(second_v.dtype), second_y * decay[None, :], EXACT
+            )
         is_head_end = work + 1 == head_begin + num_tiles
         if is_head_end | (work + 1 == work_end):
             total = tl.sum(sums, 0)
@@ -618,8 +629,8 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
             # Of base 2, as the exponents are.
             lse = tl.where(total == 0.0, -float("inf"), peak + tl.log2(total))
             head_y = tl.trans(y * unit)
-            if REST_COLUMNS > 0:
-                rest_head_y = tl.trans(rest_y * unit)
+            if SECOND_COLUMNS > 0:
+                second_head_y = tl.trans(second_y * unit)
             if NUM_SPLITS == 0:
                 has_first_tile = head_begin >= work_begin
                 is_complete = has_first_tile & is_head_end
@@ -631,16 +642,18 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
                 row_index = (sequence * num_kv_heads + kv_head) * GROUP + rows
                 y_rows = merged + row_index * HEAD_DIM
                 _store_columns(y_rows, head_y, is_row, tile_columns, is_tile_column)
-                if REST_COLUMNS > 0:
-                    _store_columns(y_rows, rest_head_y, is_row, rest_columns, is_rest_column)
+                if SECOND_COLUMNS > 0:
+                    _store_columns(y_rows, second_head_y, is_row, second_columns, is_second_column)
                 if RETURNS_LSE:
                     tl.store(merged_lse + row_index, lse * LOG_2, mask=is_row)
             else:
                 row_index = slot * GROUP + rows
                 part_rows = partial_y + row_index * HEAD_DIM
                 _store_columns(part_rows, head_y, is_row, tile_columns, is_tile_column)
-                if REST_COLUMNS > 0:
-                    _store_columns(part_rows, rest_head_y, is_row, rest_columns, is_rest_column)
+                if SECOND_COLUMNS > 0:
+                    _store_columns(
+                        part_rows, second_head_y, is_row, second_columns, is_second_column
+                    )
                 tl.store(partial_lse + row_index, lse, mask=is_row)
         is_head_begin = is_head_end
         tile += TILE_STEP
@@ -780,12 +793,6 @@ class DecodeTiling:
     num_stages: int
     """One more than the tiles of a program that are in flight."""
 
-    @property
-    def num_registers(self) -> int:
-        """Maximum number of registers of a thread, so that all programs fit."""
-        num_threads = 32 * self.num_warps * self.programs_per_multiprocessor
-        return min(NUM_REGISTERS // num_threads // 8 * 8, 255)
-
 
 @functools.cache
 def _device_limits(device: int | None) -> tuple[int, int]:
@@ -836,8 +843,10 @@ def _split_columns(head_dim: int) -> tuple[int, int]:
     A head of 80 has tiles of 64 and 16 columns instead of one of 128.
     """
     num_columns = max(16, triton.next_power_of_2(head_dim))
-    rest = max(16, triton.next_power_of_2(head_dim - num_columns // 2))
-    return (num_columns // 2, rest) if rest < num_columns // 2 else (num_columns, 0)
+    second_columns = max(16, triton.next_power_of_2(head_dim - num_columns // 2))
+    if second_columns < num_columns // 2:
+        return num_columns // 2, second_columns
+    return num_columns, 0
 
 
 def _rows_of(cache: Tensor, keys: int, num_columns: int) -> Any:
@@ -865,16 +874,16 @@ def decode_attention(
 
     table_rows: row of each query in `block_table`, `[n]`; seq_lens: number of tokens it sees.
     new: key and value of the last of these tokens, `[n, g, k]` each, which the cache does not have
-    yet; they are written to it. Then each query must be of another sequence. counters: int32, of
-    `num_split_counters(n, g)`, zeros before and after. num_splits: number of splits of a sequence,
-    so that the order of additions depends on it and on the length of the sequence only; 0 divides
-    the tiles of all sequences equally. own: attends to the pages of one rank of context only,
-    without `new`; the result is then in fp32.
+    yet; they are written to it. Then each query must be of another sequence, and `num_splits` 0.
+    counters: int32, of `num_split_counters(n, g)`, zeros before and after. num_splits: number of
+    splits of a sequence, so that the order of additions depends on it and on the length of the
+    sequence only; 0 divides the tiles of all sequences equally. own: attends to the pages of one
+    rank of context only, without `new`; the result is then in fp32.
 
-    On Hopper or newer GPUs the kernel with `new` reads lengths and the cache while the kernel
-    before it ends, which must not write these.
+    On Hopper or newer GPUs the kernel starts while the kernel before it ends, which must not write
+    `block_table`, `table_rows` and `seq_lens`, nor with `new` the cache.
     """
-    assert own is None or new is None, "pages are written before"
+    assert new is None or (own is None and num_splits == 0), "these attend to what is written"
     assert cache.keys.stride() == cache.values.stride(), "keys and values have one layout"
     num_sequences, num_heads, head_dim = q.shape
     kv_heads = cache.keys.shape[1]
@@ -903,9 +912,10 @@ def decode_attention(
     new_keys, new_values = new if new is not None else (q, q)
     merged_rows = triton.next_power_of_2(group)
     columns = max(16, triton.next_power_of_2(head_dim))
+    row_bytes = head_dim * cache.keys.element_size()
+    has_descriptors = cache.keys.is_contiguous() and row_bytes % DESCRIPTOR_ALIGNMENT == 0
     keys = min(tiling.keys, cache.block_size)
-    has_descriptors = head_dim * cache.keys.element_size() % DESCRIPTOR_ALIGNMENT == 0
-    tile_columns, rest_columns = _split_columns(head_dim) if has_descriptors else (columns, 0)
+    tile_columns, second_columns = _split_columns(head_dim) if has_descriptors else (columns, 0)
     _decode_kernel[(num_programs,)](
         q,
         new_keys,
@@ -914,8 +924,8 @@ def decode_attention(
         cache.values,
         _rows_of(cache.keys, keys, tile_columns) if has_descriptors else None,
         _rows_of(cache.values, keys, tile_columns) if has_descriptors else None,
-        _rows_of(cache.keys, keys, rest_columns) if rest_columns else None,
-        _rows_of(cache.values, keys, rest_columns) if rest_columns else None,
+        _rows_of(cache.keys, keys, second_columns) if second_columns else None,
+        _rows_of(cache.values, keys, second_columns) if second_columns else None,
         block_table,
         table_rows,
         seq_lens,
@@ -943,7 +953,7 @@ def decode_attention(
         HEAD_DIM=head_dim,
         HEAD_COLUMNS=columns,
         TILE_COLUMNS=tile_columns,
-        REST_COLUMNS=rest_columns,
+        SECOND_COLUMNS=second_columns,
         BLOCK_SIZE=cache.block_size,
         KEYS=keys,
         NUM_SPLITS=num_splits,
@@ -959,8 +969,7 @@ def decode_attention(
         HAS_DESCRIPTORS=has_descriptors,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
-        # Without this, the assembler may use fewer registers for programs that do not fit anyway.
-        maxnreg=tiling.num_registers,
+        maxnreg=MAX_REGISTERS,
         launch_pdl=is_dependent,
     )
     return y
