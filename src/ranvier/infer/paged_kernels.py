@@ -52,14 +52,21 @@ PROMPT_ROWS = 128
 435; the flash kernel of torch takes 496."""
 CHUNK_KEYS = 64
 """Keys of a tile of `chunk_attention`."""
+EXACT_CHUNK_KEYS = 32
+"""The same in fp32."""
+EXACT_CHUNK_ELEMENTS = 4096
+"""Elements of the queries of a tile in fp32. More do not fit into registers: with 64 rows of 128, a
+thread kept 11 KB in memory, which the device reserves for all threads, and compiling took 20 s."""
 WRITE_TOKENS = 16
 """Tokens that one program of `write_cache` writes."""
 MIN_ROWS = 16
 """Minimum number of rows of a product of tensor cores."""
 MIN_COLUMNS = 8
 """Minimum number of columns of a product of tensor cores."""
-TILE_BYTES = 16384
-"""Bytes of the keys of a tile in fp32, at most."""
+TILE_BYTES = 8192
+"""Bytes of the keys of a tile in fp32, at most; more do not fit into registers."""
+POINTER_KEYS = 16
+"""Keys of a tile that is loaded by pointers, which need registers."""
 DESCRIPTOR_ALIGNMENT = 16
 """Bytes of which the rows of a descriptor are a multiple; other heads, and caches that are not
 contiguous, are loaded by pointers."""
@@ -70,8 +77,10 @@ RESERVED_BYTES = 1024
 """Bytes of shared memory that a device reserves for each program."""
 MIN_ALIGNED = 0.9
 """Minimum fraction of all programs whose number is a multiple of the number of heads."""
+MIN_SEQUENCES_AT_ONCE = 32
+"""Sequences whose lengths a program of the decode kernel reads at once, for batches up to this."""
 MAX_SEQUENCES_AT_ONCE = 256
-"""Sequences whose lengths a program of the decode kernel reads at once."""
+"""The same for larger batches; more sizes would be more kernels to compile."""
 MERGED_ELEMENTS = 4096
 """Elements of partial results that a warp of the decode kernel loads at once."""
 PARTS_OF_GROUP = tl.constexpr(8)
@@ -906,15 +915,16 @@ def decode_attention(
     if counters is None:
         num_counters = num_split_counters(num_sequences, kv_heads)
         counters = torch.zeros(num_counters, dtype=torch.int32, device=q.device)
-    sequences_at_once = triton.next_power_of_2(num_sequences)
-    sequences_at_once = min(max(sequences_at_once, 32), MAX_SEQUENCES_AT_ONCE)
+    sequences_at_once = MIN_SEQUENCES_AT_ONCE
+    if num_sequences > MIN_SEQUENCES_AT_ONCE:
+        sequences_at_once = MAX_SEQUENCES_AT_ONCE
     is_dependent = has_dependent_launch(q.device.index)
     new_keys, new_values = new if new is not None else (q, q)
     merged_rows = triton.next_power_of_2(group)
     columns = max(16, triton.next_power_of_2(head_dim))
     row_bytes = head_dim * cache.keys.element_size()
     has_descriptors = cache.keys.is_contiguous() and row_bytes % DESCRIPTOR_ALIGNMENT == 0
-    keys = min(tiling.keys, cache.block_size)
+    keys = min(tiling.keys if has_descriptors else POINTER_KEYS, cache.block_size)
     tile_columns, second_columns = _split_columns(head_dim) if has_descriptors else (columns, 0)
     _decode_kernel[(num_programs,)](
         q,
@@ -1075,6 +1085,9 @@ def _chunk_kernel(  # type: ignore[no-untyped-def]
         if HAS_WINDOW:
             first_tile = first_visible // KEYS
             num_full = first_tile
+        if EXACT:
+            # Without tensor cores a mask costs little, and a second loop as much to compile.
+            num_full = first_tile
         peak = tl.full([TOKENS * GROUP_ROWS], -float("inf"), tl.float32)
         total = tl.zeros([TOKENS * GROUP_ROWS], tl.float32)
         out = tl.zeros([TOKENS * GROUP_ROWS, HEAD_COLUMNS], tl.float32)
@@ -1172,8 +1185,11 @@ def chunk_attention(
     kv_heads = cache.keys.shape[1]
     group = num_heads // kv_heads
     group_rows = triton.next_power_of_2(group)
+    columns = max(16, triton.next_power_of_2(head_dim))
     is_exact = q.dtype == torch.float32
-    if is_exact or head_dim > 128:
+    if is_exact:
+        rows = min(rows, CHUNK_ROWS, EXACT_CHUNK_ELEMENTS // columns)
+    elif head_dim > 128:
         # More does not fit into registers.
         rows = min(rows, CHUNK_ROWS)
     tokens = max(rows // group_rows, 1)
@@ -1203,16 +1219,16 @@ def chunk_attention(
         GROUP_ROWS=group_rows,
         TOKENS=tokens,
         HEAD_DIM=head_dim,
-        HEAD_COLUMNS=max(16, triton.next_power_of_2(head_dim)),
+        HEAD_COLUMNS=columns,
         BLOCK_SIZE=cache.block_size,
-        KEYS=CHUNK_KEYS,
+        KEYS=EXACT_CHUNK_KEYS if is_exact else CHUNK_KEYS,
         HAS_CAP=cap > 0.0,
         HAS_WINDOW=window > 0,
         CONTEXT=1 if own is None else own.context_size,
         RETURNS_LSE=own is not None,
         EXACT=is_exact,
         IS_DEPENDENT=is_dependent,
-        num_warps=4,
+        num_warps=8 if is_exact else 4,
         num_stages=1 if is_exact else 2,
         launch_pdl=is_dependent,
     )
