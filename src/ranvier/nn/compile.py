@@ -132,9 +132,12 @@ class CompiledBlocks:
         own = FunctionType(_run_block_part.__code__.replace(), globals(), _run_block_part.__name__)
         options: dict[str, Any] | None = None
         if is_inference and self.backend == "inductor":
+            from torch._inductor import config
+
             # Kernels of a step are short: they start before their predecessor has ended, if the
             # device can do that, and wait for it before they read what it writes.
-            options = {"triton.enable_pdl": True}
+            if hasattr(config.triton, "enable_pdl"):
+                options = {"triton.enable_pdl": True}
         compiled = torch.compile(
             own, fullgraph=True, dynamic=False, backend=self.backend, options=options
         )
