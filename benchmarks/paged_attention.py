@@ -27,6 +27,7 @@ import shutil
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -52,6 +53,8 @@ GRAPH_BYTES = 1e9
 """Keys and values that the layers of a graph read, so that the next replay finds none in a cache of
 the device, and the launch of the graph takes a small part of the time."""
 MAX_LAYERS = 24
+WARMUP_SECONDS = 0.05
+"""Time of the replays before the timed ones."""
 MAX_PROCESSES = 16
 """Processes that compile kernels."""
 NUM_DRAWS = 3
@@ -228,6 +231,11 @@ def replay_seconds(
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
+    # Clocks of an idle device rise for some milliseconds.
+    warmup_end = time.perf_counter() + WARMUP_SECONDS
+    while time.perf_counter() < warmup_end:
+        graph.replay()
+        torch.cuda.synchronize()
     events: list[list[tuple[Any, Any]]] = [[] for _ in draws]
     for _ in range(repeats):
         for seq_lens, pairs in zip(draws, events, strict=True):
