@@ -117,7 +117,7 @@ def drawn_numbers(grid: Grid, micro_batches: int) -> tuple[list[Recurrence], lis
     def note(layer: Any, args: tuple[Tensor, ...], output: Tensor) -> None:
         numbers = layer.numbering.number_elements(args[0])
         tokens = numbers.tokens.expand(len(numbers.samples), -1)
-        states.append((numbers.samples, tokens, numbers.features, output.cpu()))
+        states.append(tuple(x.cpu() for x in (numbers.samples, tokens, numbers.features, output)))
 
     model.initial_state.register_forward_hook(note)
     recurrences = []
