@@ -184,29 +184,48 @@ def test_decode_that_writes_equals_plain_attention(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_decode_reads_caches_in_another_order(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("num_sequences", [40, 300])
+def test_decode_of_many_sequences_equals_plain_attention(
+    num_sequences: int, dtype: torch.dtype
+) -> None:
+    """Their lengths are read 32 or 256 at once."""
+    from ranvier.infer.paged_kernels import decode_attention
+
+    chunks = [(1, 1 + 7 * i % 50) for i in range(num_sequences)]
+    (q, k, v), cache, sequences = make_step((4, 2, 64), chunks, 16, dtype)
+    wide = KVCache(cache.keys.double(), cache.values.double())
+    want = paged_attention(*(x.double() for x in (q, k, v)), wide, sequences)
+    spoil_new_blocks(cache.values, sequences, chunks)
+    where = (cache, sequences.block_table, sequences.token_rows, sequences.token_lens)
+    have = decode_attention(q, *where, new=(k, v))
+    difference = float((have.double() - want).abs().max())
+    assert difference < (2e-5 if dtype == torch.float32 else 3e-2), difference
+    assert torch.equal(cache.values.double(), wide.values)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(8, 2, 64), (4, 2, 100)], ids=str)
+def test_decode_reads_caches_in_another_order(
+    shape: tuple[int, int, int], dtype: torch.dtype
+) -> None:
     """Kernels of other servers have the slots of a block before its kv heads."""
     from ranvier.infer.paged_kernels import decode_attention
 
     chunks = [(1, 16), (1, 65), (1, 333)]
-    (q, k, v), cache, sequences = make_step((8, 2, 64), chunks, 64, dtype)
+    (q, k, v), cache, sequences = make_step(shape, chunks, 64, dtype)
     keys, values = (
         x.transpose(1, 2).contiguous().transpose(1, 2) for x in (cache.keys, cache.values)
     )
     wide = KVCache(cache.keys.double(), cache.values.double())
     want = paged_attention(*(x.double() for x in (q, k, v)), wide, sequences)
-    have = decode_attention(
-        q,
-        KVCache(keys, values),
-        sequences.block_table,
-        sequences.token_rows,
-        sequences.token_lens,
-        new=(k, v),
-    )
-    difference = float((have.double() - want).abs().max())
-    assert difference < (2e-5 if dtype == torch.float32 else 3e-2), difference
-    assert torch.equal(keys.double(), wide.keys)
-    assert torch.equal(values.double(), wide.values)
+    where = (sequences.block_table, sequences.token_rows, sequences.token_lens)
+    # The first call writes the new keys, the others read them.
+    for options in ({"new": (k, v)}, {}, {"num_splits": 4}):
+        have = decode_attention(q, KVCache(keys, values), *where, **options)
+        difference = float((have.double() - want).abs().max())
+        assert difference < (2e-5 if dtype == torch.float32 else 3e-2), (options, difference)
+        assert torch.equal(keys.double(), wide.keys)
+        assert torch.equal(values.double(), wide.values)
 
 
 def test_a_fixed_number_of_splits_refuses_new_keys() -> None:
@@ -214,7 +233,7 @@ def test_a_fixed_number_of_splits_refuses_new_keys() -> None:
 
     (q, k, v), cache, sequences = make_step((8, 2, 64), [(1, 100)], 64, torch.bfloat16)
     where = (cache, sequences.block_table, sequences.token_rows, sequences.token_lens)
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match="attend to what is written"):
         decode_attention(q, *where, new=(k, v), num_splits=4)
 
 
