@@ -10,8 +10,8 @@ and log-sum-exps, which the last of their programs merges; many parts are merged
     l = log2 Σ 2^l_i,   y = Σ 2^(l_i - l) y_i
 
 Prefill: some tokens of a sequence, and the heads that share a kv head, are the rows of one tile,
-which attends to the blocks of its sequence up to its last token. Only tiles of keys on the diagonal
-are masked.
+which attends to the blocks of its sequence up to its last token. Without a window, and not in fp32,
+only tiles of keys on the diagonal are masked.
 
 If the ranks of context share the pages of a sequence, the same kernels attend to those of one rank:
 the keys of a rank are in the order of their positions, so that a query sees a range of them, whose
@@ -55,8 +55,9 @@ CHUNK_KEYS = 64
 EXACT_CHUNK_KEYS = 32
 """The same in fp32."""
 EXACT_CHUNK_ELEMENTS = 4096
-"""Elements of the queries of a tile in fp32. More do not fit into registers: with 64 rows of 128, a
-thread kept 11 KB in memory, which the device reserves for all threads, and compiling took 20 s."""
+"""Elements of the queries of a tile in fp32, unless a group has more. More do not fit into
+registers: with 64 rows of 128, a thread kept 11 KB in memory, which the device reserves for all
+threads, and compiling took 20 s."""
 WRITE_TOKENS = 16
 """Tokens that one program of `write_cache` writes."""
 MIN_ROWS = 16
@@ -64,15 +65,17 @@ MIN_ROWS = 16
 MIN_COLUMNS = 8
 """Minimum number of columns of a product of tensor cores."""
 TILE_BYTES = 8192
-"""Bytes of the keys of a tile in fp32, at most; more do not fit into registers."""
+"""Bytes of the keys of a tile in fp32, at most, unless 16 keys have more. More do not fit into
+registers."""
 POINTER_KEYS = 16
 """Keys of a tile that is loaded by pointers, which need registers."""
 DESCRIPTOR_ALIGNMENT = 16
 """Bytes of which the rows of a descriptor are a multiple; other heads, and caches that are not
 contiguous, are loaded by pointers."""
 MAX_REGISTERS = 255
-"""Registers of a thread of the decode kernel, with which all programs of a multiprocessor fit.
-Without this the assembler may use fewer, for programs that do not fit anyway."""
+"""Registers of a thread of the decode kernel: with `choose_decode_tiling` a multiprocessor has at
+most eight warps, which all fit. Without this the assembler may use fewer, for programs that do not
+fit anyway."""
 RESERVED_BYTES = 1024
 """Bytes of shared memory that a device reserves for each program."""
 MIN_ALIGNED = 0.9
@@ -170,10 +173,11 @@ def _count_own_keys(  # type: ignore[no-untyped-def]
     CONTEXT: tl.constexpr,
 ):
     """Returns how many of the first tokens of a sequence are in pages of this rank of context."""
-    # Each rank has a block of a round; those of the last round may be incomplete.
-    num_earlier = num_tokens // (BLOCK_SIZE * CONTEXT) * BLOCK_SIZE
-    num_of_last_round = num_tokens % (BLOCK_SIZE * CONTEXT) - context_index * BLOCK_SIZE
-    return num_earlier + tl.minimum(tl.maximum(num_of_last_round, 0), BLOCK_SIZE)
+    # Each rank has a block of a round; those of the last round may be incomplete or missing.
+    num_full_rounds = num_tokens // (BLOCK_SIZE * CONTEXT)
+    own_begin = num_full_rounds * BLOCK_SIZE * CONTEXT + context_index * BLOCK_SIZE
+    num_last_keys = tl.minimum(tl.maximum(num_tokens - own_begin, 0), BLOCK_SIZE)
+    return num_full_rounds * BLOCK_SIZE + num_last_keys
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -385,7 +389,6 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     v_head_stride,
     block_stride,
     kv_head_stride,
-    slot_stride,
     table_stride,
     num_sequences,
     num_kv_heads,
@@ -398,6 +401,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     HEAD_COLUMNS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
     SECOND_COLUMNS: tl.constexpr,
+    SLOT_STRIDE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     KEYS: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
@@ -553,11 +557,12 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
                 second_k = second_key_rows.load([row, TILE_COLUMNS])
                 second_v = second_value_rows.load([row, TILE_COLUMNS])
         else:
-            at = block.to(tl.int64) * block_stride + kv_head * kv_head_stride
-            at += (tile * KEYS % BLOCK_SIZE + key_range).to(tl.int64) * slot_stride
+            at = block.to(tl.int64) * block_stride + kv_head.to(tl.int64) * kv_head_stride
+            at += (tile * KEYS % BLOCK_SIZE + key_range) * SLOT_STRIDE
             at = at[:, None] + tile_columns[None, :]
+            is_cached = (tile * KEYS + key_range < end_cached)[:, None]
             k = tl.load(keys + at, mask=is_tile_column[None, :], other=0.0)
-            v = tl.load(values + at, mask=is_tile_column[None, :], other=0.0)
+            v = tl.load(values + at, mask=is_cached & is_tile_column[None, :], other=0.0)
         if is_head_begin:
             if IS_DEPENDENT and WRITES:
                 # The first tile is loaded before: it is older than the kernel before this one.
@@ -584,8 +589,9 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
                     last_value = new_values + sequence * v_token_stride + kv_head * v_head_stride
                     last_k = tl.load(last_key + tile_columns, mask=is_tile_column, other=0.0)
                     last_v = tl.load(last_value + tile_columns, mask=is_tile_column, other=0.0)
-                    stored = last_block.to(tl.int64) * block_stride + kv_head * kv_head_stride
-                    stored += position % BLOCK_SIZE * slot_stride
+                    stored = last_block.to(tl.int64) * block_stride
+                    stored += kv_head.to(tl.int64) * kv_head_stride
+                    stored += position % BLOCK_SIZE * SLOT_STRIDE
                     tl.store(keys + stored + tile_columns, last_k, mask=is_tile_column)
                     tl.store(values + stored + tile_columns, last_v, mask=is_tile_column)
                     last_score = tl.sum(query.to(tl.float32) * last_k.to(tl.float32)[None, :], 1)
@@ -611,7 +617,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
                         _clear_values(
                             values + stored + tl.zeros([1], tl.int32),
                             tl.full([1], BLOCK_SIZE - 1, tl.int32),
-                            slot_stride,
+                            SLOT_STRIDE,
                             HEAD_DIM,
                             HEAD_COLUMNS,
                         )
@@ -858,6 +864,14 @@ def _split_columns(head_dim: int) -> tuple[int, int]:
     return num_columns, 0
 
 
+def _check_layout(keys: Tensor, values: Tensor) -> None:
+    """Checks that keys and values have the same strides, and that a key is contiguous."""
+    assert keys.stride() == values.stride() and keys.stride(-1) == 1, (
+        keys.stride(),
+        values.stride(),
+    )
+
+
 def _rows_of(cache: Tensor, keys: int, num_columns: int) -> Any:
     """Returns a descriptor of the rows of a cache, of which a tile has `keys` in sequence."""
     rows = cache.view(-1, cache.shape[-1])
@@ -889,11 +903,16 @@ def decode_attention(
     sequence only; 0 divides the tiles of all sequences equally. own: attends to the pages of one
     rank of context only, without `new`; the result is then in fp32.
 
+    A contiguous cache has finite values in all slots of the last block of a sequence, as
+    `write_cache` and this function leave them; in other caches only those of tokens are read.
+
     On Hopper or newer GPUs the kernel starts while the kernel before it ends, which must not write
     `block_table`, `table_rows` and `seq_lens`, nor with `new` the cache.
     """
-    assert new is None or (own is None and num_splits == 0), "these attend to what is written"
-    assert cache.keys.stride() == cache.values.stride(), "keys and values have one layout"
+    assert new is None or (own is None and num_splits == 0), (
+        "fixed splits and own pages attend to a cache that has all keys"
+    )
+    _check_layout(cache.keys, cache.values)
     num_sequences, num_heads, head_dim = q.shape
     kv_heads = cache.keys.shape[1]
     group = num_heads // kv_heads
@@ -908,6 +927,8 @@ def decode_attention(
         num_programs = num_multiprocessors * tiling.programs_per_multiprocessor
         num_programs = align_programs(min(num_programs, MAX_PARTS // 2), num_pairs)
         num_slots = 2 * num_programs
+    # The kernel has offsets of 32 bits there.
+    assert num_slots * group * head_dim < 2**31, (num_slots, group, head_dim)
     y_dtype = q.dtype if own is None else torch.float32
     y = torch.empty((num_sequences, num_heads, head_dim), dtype=y_dtype, device=q.device)
     partial_y = torch.empty((num_slots, group, head_dim), dtype=torch.float32, device=q.device)
@@ -951,7 +972,7 @@ def decode_attention(
         q.stride(1),
         *new_keys.stride()[:2],
         *new_values.stride()[:2],
-        *cache.keys.stride()[:3],
+        *cache.keys.stride()[:2],
         block_table.stride(0),
         num_sequences,
         kv_heads,
@@ -964,6 +985,7 @@ def decode_attention(
         HEAD_COLUMNS=columns,
         TILE_COLUMNS=tile_columns,
         SECOND_COLUMNS=second_columns,
+        SLOT_STRIDE=cache.keys.stride(2),
         BLOCK_SIZE=cache.block_size,
         KEYS=keys,
         NUM_SPLITS=num_splits,
@@ -1005,6 +1027,7 @@ def _chunk_kernel(  # type: ignore[no-untyped-def]
     slot_stride,
     table_stride,
     num_heads,
+    num_kv_heads,
     num_sequences,
     context_index,
     GROUP: tl.constexpr,
@@ -1029,9 +1052,11 @@ def _chunk_kernel(  # type: ignore[no-untyped-def]
     if IS_DEPENDENT:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    # The last tiles of a sequence see most, and come first.
-    tile = tl.num_programs(1) - 1 - tl.program_id(1)
-    kv_head = tl.program_id(0)
+    # The last tiles of a sequence see most, and come first. Only the first dimension of a grid may
+    # have more than 65,535 programs.
+    num_tiles = tl.num_programs(0) // num_kv_heads
+    tile = num_tiles - 1 - tl.program_id(0) // num_kv_heads
+    kv_head = (tl.program_id(0) % num_kv_heads).to(tl.int64)
     # The sequences may follow others.
     tile += tl.load(query_start_loc).to(tl.int32) // TOKENS
     low = 0
@@ -1195,8 +1220,8 @@ def chunk_attention(
     tokens = max(rows // group_rows, 1)
     num_sequences = len(seq_lens)
     is_dependent = has_dependent_launch(q.device.index)
-    assert cache.keys.stride() == cache.values.stride(), "keys and values have one layout"
-    _chunk_kernel[(kv_heads, num_tokens // tokens + num_sequences)](
+    _check_layout(cache.keys, cache.values)
+    _chunk_kernel[(kv_heads * (num_tokens // tokens + num_sequences),)](
         q,
         cache.keys,
         cache.values,
@@ -1213,6 +1238,7 @@ def chunk_attention(
         *cache.keys.stride()[:3],
         block_table.stride(0),
         num_heads,
+        kv_heads,
         num_sequences,
         0 if own is None else own.context_index,
         GROUP=group,
@@ -1261,7 +1287,7 @@ def _write_kernel(  # type: ignore[no-untyped-def]
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    head = tl.program_id(1)
+    head = tl.program_id(1).to(tl.int64)
     is_token = tokens < num_tokens
     slots = tl.load(slot_mapping + tokens, mask=is_token, other=0)
     columns = tl.arange(0, HEAD_COLUMNS)[None, :]
@@ -1302,6 +1328,7 @@ def write_cache(
     of the block, of which the decode kernel loads whole tiles.
     """
     assert k.stride(-1) == v.stride(-1) == 1, (k.stride(), v.stride())
+    _check_layout(keys, values)
     num_tokens, kv_heads, head_dim = k.shape
     is_dependent = has_dependent_launch(k.device.index)
     _write_kernel[(triton.cdiv(num_tokens, WRITE_TOKENS), kv_heads)](
