@@ -6,8 +6,9 @@
 
 A break is a small edit of one file. The script copies `src` to a temporary folder, makes the edit
 there, and runs `gpu_check.py --only PART` with that folder in PYTHONPATH. The part must fail. An
-edit that no longer applies is an error as well: write another break. The exit status is 1 if the
-check has missed a break.
+edit that no longer applies is an error as well: write another break. The same parts are run without
+a break, and must pass: a part that always fails sees nothing. The exit status is 1 if the check has
+missed a break, or fails without one.
 """
 
 from __future__ import annotations
@@ -39,6 +40,10 @@ class Break:
     after: str
     is_gpu_only: bool = False
     """Whether no CPU runs the code."""
+
+    def is_skipped(self, device: str) -> bool:
+        """Whether a device does not run the code."""
+        return self.is_gpu_only and device == "cpu"
 
     def apply(self, source: Path) -> str:
         """Makes the edit in a copy of `src`; returns why it does not apply, or nothing."""
@@ -143,9 +148,22 @@ BREAKS = [
 ]  # fmt: skip
 
 
+def run_part(source: Path, part: str, device: str) -> subprocess.CompletedProcess[str]:
+    """Runs a part of the check with the package in `source`, whose needs are in PYTHONPATH."""
+    folders = [str(source), *filter(None, [os.environ.get("PYTHONPATH")])]
+    check = str(ROOT / "scripts" / "gpu_check.py")
+    return subprocess.run(
+        [sys.executable, check, "--device", device, "--only", part],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(folders)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
 def try_break(one: Break, device: str) -> tuple[str, str]:
     """Returns the verdict on a break (red, GREEN or not applied), and the output of the check."""
-    if one.is_gpu_only and device == "cpu":
+    if one.is_skipped(device):
         return "skipped", "only a GPU runs this code"
     begin = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="gpu-break-", ignore_cleanup_errors=True) as folder:
@@ -158,14 +176,7 @@ def try_break(one: Break, device: str) -> tuple[str, str]:
         problem = one.apply(source)
         if problem:
             return "not applied", problem
-        check = str(ROOT / "scripts" / "gpu_check.py")
-        done = subprocess.run(
-            [sys.executable, check, "--device", device, "--only", one.part],
-            env={**os.environ, "PYTHONPATH": str(source)},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        done = run_part(source, one.part, device)
     lines = done.stdout.splitlines()
     skipped = any(" skipped: " in line for line in lines[:1])
     reasons = [line.strip() for line in lines if line.startswith("        ")]
@@ -198,7 +209,9 @@ def main(words: Sequence[str] | None = None) -> int:
         if not torch.cuda.is_available():
             parser.error("--device cuda needs a GPU, and torch sees none. Run with --device cpu.")
     chosen = [one for one in BREAKS if not names or one.name in names]
+    parts = {one.part for one in chosen if not one.is_skipped(options.device)}
     with ThreadPoolExecutor(options.parallel) as pool:
+        unbroken = [pool.submit(run_part, ROOT / "src", part, options.device) for part in parts]
         futures = [(one, pool.submit(try_break, one, options.device)) for one in chosen]
         verdicts = []
         for one, future in futures:
@@ -207,6 +220,13 @@ def main(words: Sequence[str] | None = None) -> int:
             print(f"{one.name:<28} {one.part:<18} {verdict:<12} {text}", flush=True)
     seen = verdicts.count("red")
     print(f"{seen} of {len(verdicts) - verdicts.count('skipped')} breaks turn the check red.")
+    failures = [run.result() for run in unbroken if run.result().returncode != 0]
+    if failures:
+        print("Without a break these parts fail as well, so that their red says nothing:")
+        for failure in failures:
+            print(failure.stdout + failure.stderr[-2000:])
+        return 1
+    print(f"Without a break the {len(parts)} parts pass.")
     return 0 if seen + verdicts.count("skipped") == len(verdicts) else 1
 
 

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import create_autospec
 
 import pytest
 import torch
@@ -248,6 +249,35 @@ def test_breaks_of_gpu_code_are_skipped_on_a_cpu(
     with pytest.raises(SystemExit):
         gpu_breaks.main(only)
     assert "--device cuda needs a GPU, and torch sees none" in capsys.readouterr().err
+
+
+def test_red_says_nothing_if_a_part_fails_without_a_break(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources: list[Path] = []
+
+    def run_part(source: Path, part: str, device: str) -> subprocess.CompletedProcess[str]:
+        sources.append(source)
+        return subprocess.CompletedProcess([], 1, f"{part} failed\n        exit status 70\n", "")
+
+    run_part = create_autospec(gpu_breaks.run_part, side_effect=run_part)
+    monkeypatch.setattr(gpu_breaks, "run_part", run_part)
+    assert gpu_breaks.main(["--only", "lora-alpha,muon-rate", "--device", "cpu"]) == 1
+    out = capsys.readouterr().out
+    assert "2 of 2 breaks turn the check red." in out
+    assert "Without a break these parts fail" in out and "lora failed" in out
+    assert sources.count(ROOT / "src") == 2 and len(sources) == 4
+
+
+def test_parts_of_a_broken_package_find_its_dependencies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/elsewhere")
+    run = create_autospec(subprocess.run)
+    monkeypatch.setattr(gpu_breaks.subprocess, "run", run)
+    gpu_breaks.run_part(tmp_path, "lora", "cpu")
+    path = run.call_args.kwargs["env"]["PYTHONPATH"]
+    assert path.split(os.pathsep) == [str(tmp_path), "/elsewhere"]
 
 
 def test_what_differs_needs_no_torch() -> None:
