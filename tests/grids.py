@@ -8,6 +8,8 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ranvier.config.plan import AXES
+
 RUNNING = ("data", "depth", "row", "col")
 
 
@@ -24,6 +26,12 @@ def grids(worlds: Sequence[int] = (1, 2, 4, 8)) -> list[dict[str, int]]:
 def label(degrees: Mapping[str, int]) -> str:
     """A short name of a grid."""
     return "-".join(f"{axis}{size}" for axis, size in degrees.items() if size > 1) or "one"
+
+
+def grid_key(degrees: Mapping[str, int]) -> tuple[int, tuple[tuple[str, int], ...]]:
+    """The number of ranks and the axes with several: equal for grids that have equal groups."""
+    axes = tuple((axis, degrees[axis]) for axis in AXES if degrees.get(axis, 1) > 1)
+    return math.prod(degrees.values()), axes
 
 
 def product(

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from grids import grid_key
 from ranvier.comm.algorithm_table import AlgorithmTable
 from ranvier.comm.algorithms.registry import find_algorithm
 from ranvier.comm.algorithms.schedule import AxisShape, Level
@@ -35,6 +36,8 @@ from ranvier.config.plan import AXES
 if TYPE_CHECKING:
     from ranvier.launch import ProcessInfo
 
+GridKey = tuple[int, tuple[tuple[str, int], ...]]
+"""See `grid_key`."""
 SIZE = 8
 PRELOAD = ("pool_preload",)
 """Modules that most tests import."""
@@ -71,7 +74,7 @@ class Pool:
         self.preload = preload
         self.workers: list[tuple[BaseProcess, Connection]] = []
         self.known: list[tuple[tuple[int, ...], str]] = []
-        self.grids: set[tuple[tuple[str, int], ...]] = set()
+        self.grids: set[GridKey] = set()
 
     def start(self) -> None:
         """Start the workers."""
@@ -104,7 +107,9 @@ class Pool:
         return None
 
     def stop(self) -> None:
-        """End the workers."""
+        """End the workers, if they were started."""
+        if not self.workers:
+            return
         for _, connection in self.workers:
             connection.close()
         # One that waits for a function ends by itself; killed it might harm others on its GPU.
@@ -182,9 +187,9 @@ class Pool:
         }
         if self.backend == "nccl":
             assert world == self.size, (degrees, self.size)
-            if len(self.grids) >= GRIDS_AT_MOST and tuple(degrees.items()) not in self.grids:
+            if len(self.grids) >= GRIDS_AT_MOST and grid_key(degrees) not in self.grids:
                 self.stop()
-            self.grids.add(tuple(degrees.items()))
+            self.grids.add(grid_key(degrees))
             return self.run(
                 _with_own_groups, world, dict(degrees), how, function, arguments, **options
             )
@@ -228,12 +233,15 @@ GROUPS: dict[tuple[tuple[int, ...], str], Any] = {}
 SEGMENTS: dict[tuple[int, ...], Any] = {}
 """Shared memory of a worker with others, shared by its grids as well."""
 VERDICTS: dict[tuple[int, ...], bool] = {}
-GROUPS_OF_GRID: dict[tuple[tuple[str, int], ...], dict[tuple[tuple[int, ...], str], Any]] = {}
+GROUPS_OF_GRID: dict[GridKey, dict[tuple[tuple[int, ...], str], Any]] = {}
 """The same over NCCL, where each grid makes its own."""
 GRIDS_AT_MOST = 8
 """Grids after which workers over NCCL are started anew. Communicators of a grid occupy up to 1 GiB
 of a worker's host memory; c10d gives a group the name of one that was destroyed, under which the
 store still has the old one's keys."""
+POOLS_AT_MOST = 2
+"""Pools that are kept: tests of one size of grids may need a single rank as well. The multi-process
+service refuses more than some dozens of clients: 60 of four parts of the suite were too many."""
 CHANNELS = ("", "gather", "scatter")
 PIPE = ("forward", "backward")
 """Channels of the pipe axis alone."""
@@ -329,12 +337,12 @@ def _with_own_groups(
     """As `_with_grid`, but groups are made by the grid itself, as in a run."""
     from ranvier.grid import Grid
 
-    groups = GROUPS_OF_GRID.setdefault(tuple(sorted(degrees.items())), {})
+    groups = GROUPS_OF_GRID.setdefault(grid_key(degrees), {})
     return function(Grid(degrees, rank=rank, connected=True, groups=groups, **how), *arguments)
 
 
 class NcclPools:
-    """A pool of each size over NCCL, started when it is needed first.
+    """A pool of each size over NCCL, started when it is needed; the last few are kept.
 
     Where CUDA's multi-process service can be started they use it: kernels of several processes then
     run at the same time, and a collective takes a hundredth of a second less.
@@ -355,9 +363,11 @@ class NcclPools:
 
     def pool(self, size: int) -> Pool:
         """The pool of a size."""
-        if size not in self.pools:
-            self.pools[size] = Pool(size, "nccl", algorithm=self.algorithm)
-        return self.pools[size]
+        pool = self.pools.pop(size, None) or Pool(size, "nccl", algorithm=self.algorithm)
+        while len(self.pools) >= POOLS_AT_MOST:
+            self.pools.pop(next(iter(self.pools))).stop()
+        self.pools[size] = pool
+        return pool
 
     def run(self, function: Callable[..., Any], ranks: int, *arguments: Any, **how: Any) -> Any:
         """As Pool.run."""

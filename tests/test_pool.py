@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Iterator
+from unittest.mock import call, create_autospec
 
 import pytest
 import torch
 
-from pool import Pool, RankError, lines
+from grids import grid_key
+from pool import NcclPools, Pool, RankError, lines
 from ranvier.comm import collectives
 from ranvier.grid import Grid
 
@@ -110,3 +113,21 @@ def test_lines_hold_every_axis_of_a_grid() -> None:
         axes = [grid.axis("data"), grid.axis("row"), grid.axis("data", "row")]
         axes += [grid.axis(share={"row": 2}), grid.axis("data", share={"row": 2})]
         assert {tuple(sorted(axis.ranks)) for axis in axes} <= known
+
+
+def test_grids_with_equal_groups_have_one_key() -> None:
+    assert grid_key({"row": 2}) == grid_key({"row": 2, "data": 1}) == (2, (("row", 2),))
+    assert grid_key({"col": 2, "data": 4}) == grid_key({"data": 4, "col": 2})
+    assert grid_key({"row": 2}) != grid_key({"col": 2})
+    assert grid_key({"data": 1}) < grid_key({"row": 2}) < grid_key({"data": 4})
+
+
+def test_the_last_pools_over_nccl_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)  # starts no service
+    pools = NcclPools()
+    first, second, again = pools.pool(1), pools.pool(4), pools.pool(1)
+    assert again is first and [*pools.pools] == [4, 1]
+    stop = create_autospec(Pool.stop, side_effect=Pool.stop)
+    monkeypatch.setattr(Pool, "stop", stop)
+    pools.pool(8)
+    assert stop.call_args_list == [call(second)] and [*pools.pools] == [1, 8]
