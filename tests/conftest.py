@@ -10,17 +10,16 @@ from __future__ import annotations
 import gc
 import secrets
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
 
-from grids import grid_key
-from pool import GridKey, NcclPools, Pool
+from pool import NcclPools, Pool
 from ranvier.comm.algorithm_table import AlgorithmTable
 from ranvier.errors import PlanError
 from ranvier.launch import use_deterministic_cublas, use_expandable_segments
-from sampling import draw_samples
+from sampling import draw_samples, sort_by_grid, take_part
 
 # Equal examples on every run, and no time limit: the machine may be busy.
 settings.register_profile("ranvier", deadline=None, derandomize=True)
@@ -68,21 +67,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = draw_samples(items)
     if config.getoption("--nccl"):
         items[:] = [item for item in items if item.get_closest_marker("nccl") is not None]
-        # A grid makes its communicators once, which takes longer than most tests of it.
-        items.sort(key=_grid_key)
-    part, parts = map(int, config.getoption("--part").split("/"))
-    if config.getoption("--nccl"):
-        items[:] = items[len(items) * (part - 1) // parts : len(items) * part // parts]
-    else:
-        items[:] = items[part - 1 :: parts]
-
-
-def _grid_key(item: pytest.Item) -> GridKey:
-    """The grid of a test, or no ranks if it makes its own."""
-    callspec = getattr(item, "callspec", None)
-    params = callspec.params if callspec is not None else {}
-    degrees = params.get("degrees", {"row": params["ranks"]} if "ranks" in params else None)
-    return grid_key(degrees) if isinstance(degrees, Mapping) else (0, ())
+        items[:] = sort_by_grid(items)
+    try:
+        items[:] = take_part(items, config.getoption("--part"), config.getoption("--nccl"))
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from None
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -10,6 +10,7 @@ from typing import Any
 
 from ranvier.config.plan import AXES
 
+GridKey = tuple[int, tuple[tuple[str, int], ...]]
 RUNNING = ("data", "depth", "row", "col")
 
 
@@ -28,7 +29,7 @@ def label(degrees: Mapping[str, int]) -> str:
     return "-".join(f"{axis}{size}" for axis, size in degrees.items() if size > 1) or "one"
 
 
-def grid_key(degrees: Mapping[str, int]) -> tuple[int, tuple[tuple[str, int], ...]]:
+def grid_key(degrees: Mapping[str, int]) -> GridKey:
     """The number of ranks and the axes with several: equal for grids that have equal groups."""
     axes = tuple((axis, degrees[axis]) for axis in AXES if degrees.get(axis, 1) > 1)
     return math.prod(degrees.values()), axes

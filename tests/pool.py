@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from grids import grid_key
+from grids import GridKey, grid_key
 from ranvier.comm.algorithm_table import AlgorithmTable
 from ranvier.comm.algorithms.registry import find_algorithm
 from ranvier.comm.algorithms.schedule import AxisShape, Level
@@ -36,8 +36,6 @@ from ranvier.config.plan import AXES
 if TYPE_CHECKING:
     from ranvier.launch import ProcessInfo
 
-GridKey = tuple[int, tuple[tuple[str, int], ...]]
-"""See `grid_key`."""
 SIZE = 8
 PRELOAD = ("pool_preload",)
 """Modules that most tests import."""
@@ -240,8 +238,8 @@ GRIDS_AT_MOST = 8
 of a worker's host memory; c10d gives a group the name of one that was destroyed, under which the
 store still has the old one's keys."""
 POOLS_AT_MOST = 2
-"""Pools that are kept: tests of one size of grids may need a single rank as well. The multi-process
-service refuses more than some dozens of clients: 60 of four parts of the suite were too many."""
+"""Pools that are kept: tests of grids of one size may need a single rank as well. The multi-process
+service refused clients when four parts of the suite had 60."""
 CHANNELS = ("", "gather", "scatter")
 PIPE = ("forward", "backward")
 """Channels of the pipe axis alone."""

@@ -1,4 +1,8 @@
-"""Samples of the cases of a test: few cases in which every value of the parameters occurs."""
+"""Which tests run, and in which order.
+
+A sample of the cases of a test: few cases in which every value of the parameters occurs. Parts of
+all tests, which can run side by side. Over NCCL tests of one grid follow each other.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,8 @@ import re
 from collections.abc import Sequence
 
 import pytest
+
+from grids import GridKey, grid_key
 
 WORD = re.compile(r"[^\s\-,:{}()\[\]'\"]+")
 
@@ -56,3 +62,39 @@ def draw_samples(items: Sequence[pytest.Item]) -> list[pytest.Item]:
         chosen = covering_sample(name, [*own], *marker.args)
         left_out.update(own[case] for case in own if case not in chosen)
     return [item for item in items if item not in left_out]
+
+
+def sort_by_grid(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Sorts tests by the ranks and axes of their grid, otherwise in the order that they had.
+
+    Over NCCL the communicators of a grid are made once, which takes longer than most tests of it.
+    The parameter `degrees` of a test is its grid, and `ranks` a number of ranks on the axis row.
+    """
+
+    def key_of(item: pytest.Item) -> GridKey:
+        callspec = getattr(item, "callspec", None)
+        params = callspec.params if callspec is not None else {}
+        if "degrees" in params:
+            return grid_key(params["degrees"])
+        if "ranks" in params:
+            return grid_key({"row": params["ranks"]})
+        return 0, ()
+
+    return sorted(items, key=key_of)
+
+
+def take_part(
+    items: Sequence[pytest.Item], part: str, is_contiguous: bool = False
+) -> list[pytest.Item]:
+    """Returns the i-th of n parts with equally many tests; part: `i/n`.
+
+    If parts are not contiguous, each has some tests of every file.
+    """
+    match = re.fullmatch(r"(\d+)/(\d+)", part)
+    index, num_parts = map(int, match.groups()) if match else (0, 0)
+    if not 1 <= index <= num_parts:
+        raise ValueError(f"--part={part} is not one of n parts. Use i/n with 1 <= i <= n.")
+    if is_contiguous:
+        begin, end = (len(items) * i // num_parts for i in (index - 1, index))
+        return [*items[begin:end]]
+    return [*items[index - 1 :: num_parts]]

@@ -231,6 +231,28 @@ def test_decode_reads_caches_in_another_order(
         assert torch.equal(values.double().nan_to_num(), wide.values)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(8, 2, 64), (4, 1, 64), (4, 2, 100)], ids=str)
+def test_prompts_are_written_to_caches_in_another_order(
+    shape: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    from ranvier.infer import paged_kernels
+
+    chunks = [(1, 65), (7, 7), (40, 90), (33, 200)]
+    inputs, cache, sequences = make_step(shape, chunks, 64, dtype)
+    others = KVCache(
+        *(x.transpose(1, 2).contiguous().transpose(1, 2) for x in (cache.keys, cache.values))
+    )
+    wide = KVCache(cache.keys.double(), cache.values.double())
+    want = paged_attention(*(x.double() for x in inputs), wide, sequences)
+    spoil_new_blocks(others.values, sequences, chunks)
+    have = paged_kernels.paged_attention(*inputs, others, sequences)
+    difference = float((have.double() - want).abs().max())
+    assert difference < (2e-5 if dtype == torch.float32 else 3e-2), difference
+    assert torch.equal(others.keys.double(), wide.keys)
+    assert torch.equal(others.values.double(), wide.values)
+
+
 def test_a_fixed_number_of_splits_refuses_new_keys() -> None:
     from ranvier.infer.paged_kernels import decode_attention
 

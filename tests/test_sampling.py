@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import cast
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from sampling import WORD, covering_sample, draw_samples
+from sampling import WORD, covering_sample, draw_samples, sort_by_grid, take_part
 
 NAMES = [f"test_{letter}" for letter in "abcde"]
 GRIDS = ["one", "row2", "row2-col2", "data2-row2-col2", "depth4"]
@@ -87,3 +88,34 @@ def test_only_marked_tests_are_sampled_and_the_order_stays() -> None:
     assert len(kept) == len(others) + 4
     assert kept == [item for item in items if item in kept]
     assert {*others} < {*kept}
+
+
+def with_params(**params: Any) -> pytest.Item:
+    """A collected test with these parameters."""
+    return cast(pytest.Item, SimpleNamespace(callspec=SimpleNamespace(params=params)))
+
+
+def test_tests_of_equal_grids_follow_each_other() -> None:
+    plain = cast(pytest.Item, SimpleNamespace())
+    row4, row2 = with_params(degrees={"row": 4}), with_params(degrees={"row": 2})
+    ranks, same = with_params(ranks=2), with_params(degrees={"data": 1, "row": 2}, dtype="bf16")
+    col2, other = with_params(degrees={"col": 2}), with_params(dtype="bf16")
+    items = [row4, ranks, col2, plain, same, row2, other]
+    assert sort_by_grid(items) == [plain, other, col2, ranks, same, row2, row4]
+
+
+@pytest.mark.parametrize("is_contiguous", [False, True])
+@pytest.mark.parametrize("num_parts", [1, 3, 10, 13])
+def test_each_test_is_in_one_part(num_parts: int, is_contiguous: bool) -> None:
+    items = [with_params(number=i) for i in range(10)]
+    parts = [take_part(items, f"{i + 1}/{num_parts}", is_contiguous) for i in range(num_parts)]
+    taken = [item for part in parts for item in part]
+    assert len(taken) == 10 and all(item in taken for item in items)
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+    assert not is_contiguous or taken == items
+
+
+@pytest.mark.parametrize("part", ["", "2", "0/4", "5/4", "1/0", "-1/4", "a/b"])
+def test_a_part_that_does_not_exist_is_refused(part: str) -> None:
+    with pytest.raises(ValueError, match="Use i/n with 1 <= i <= n"):
+        take_part([], part)
