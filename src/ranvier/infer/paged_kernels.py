@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -84,6 +84,9 @@ MIN_SEQUENCES_AT_ONCE = 32
 """Sequences whose lengths a program of the decode kernel reads at once, for batches up to this."""
 MAX_SEQUENCES_AT_ONCE = 256
 """The same for larger batches; more sizes would be more kernels to compile."""
+MAX_PARTIAL_ELEMENTS = 2**28
+"""Elements of partial results with a fixed number of splits, which need 1 GiB of memory; the kernel
+has offsets of 32 bits. More sequences are attended from in several calls."""
 MERGED_ELEMENTS = 4096
 """Elements of partial results that a warp of the decode kernel loads at once."""
 PARTS_OF_GROUP = tl.constexpr(8)
@@ -914,6 +917,26 @@ def decode_attention(
     )
     _check_layout(cache.keys, cache.values)
     num_sequences, num_heads, head_dim = q.shape
+    max_sequences = MAX_PARTIAL_ELEMENTS // (max(num_splits, 1) * num_heads * head_dim)
+    if num_splits and num_sequences > max_sequences:
+        slices = [slice(i, i + max_sequences) for i in range(0, num_sequences, max_sequences)]
+        results = [
+            decode_attention(
+                q[queries],
+                cache,
+                block_table,
+                table_rows[queries],
+                seq_lens[queries],
+                counters=counters,
+                window=window,
+                cap=cap,
+                num_splits=num_splits,
+                own=own and replace(own, lse=own.lse[queries]),
+                tiling=tiling,
+            )
+            for queries in slices
+        ]
+        return torch.cat(results)
     kv_heads = cache.keys.shape[1]
     group = num_heads // kv_heads
     num_multiprocessors, shared_memory = _device_limits(q.device.index)
@@ -927,8 +950,6 @@ def decode_attention(
         num_programs = num_multiprocessors * tiling.programs_per_multiprocessor
         num_programs = align_programs(min(num_programs, MAX_PARTS // 2), num_pairs)
         num_slots = 2 * num_programs
-    # The kernel has offsets of 32 bits there.
-    assert num_slots * group * head_dim < 2**31, (num_slots, group, head_dim)
     y_dtype = q.dtype if own is None else torch.float32
     y = torch.empty((num_sequences, num_heads, head_dim), dtype=y_dtype, device=q.device)
     partial_y = torch.empty((num_slots, group, head_dim), dtype=torch.float32, device=q.device)
