@@ -11,12 +11,12 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-SHAPES = [(4096, 4096), (192, 4096), (1000, 136), (2048, 8192), (4096, 1000)]
+SHAPES = [(4096, 4096), (192, 4096), (1000, 136), (2048, 8192), (4096, 1000), (70_003, 264)]
 """Outputs and inputs."""
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("rows", [1, 2, 7, 16, 17])
+@pytest.mark.parametrize("rows", [1, 2, 7, 16, 17, 32, 33, 104, 129])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("backend", [ThinMatmul(), BatchInvariantMatmul()])
 def test_products(
@@ -51,3 +51,20 @@ def test_a_weight_that_is_stored_transposed() -> None:
     assert torch.equal(
         BatchInvariantMatmul().forward(x, w), BatchInvariantMatmul().forward(x, w.contiguous())
     )
+
+
+def test_a_weight_that_is_not_aligned() -> None:
+    """Loads of tiles need an aligned first element, and such a weight goes another way."""
+    torch.manual_seed(0)
+    flat = torch.randn(64 * 128 + 1, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(5, 128, device="cuda", dtype=torch.bfloat16)
+    w = flat[1:].view(64, 128)
+    expected = x.double() @ w.double().T
+    assert float((ThinMatmul().forward(x, w).double() - expected).abs().max()) < 0.3
+
+
+def test_the_library_of_the_process_stays() -> None:
+    preferred = torch.backends.cuda.preferred_blas_library()
+    x, w = (torch.randn(n, 128, device="cuda", dtype=torch.bfloat16) for n in (48, 64))
+    ThinMatmul().forward(x, w)
+    assert torch.backends.cuda.preferred_blas_library() == preferred

@@ -1,10 +1,11 @@
 """Matmuls of inference: few rows, read at the speed of memory, or equal bits in every batch.
 
 With few tokens a linear layer reads its weight once and computes little, so that its time is that
-of reading. A row of one token is a sum per output, computed by many small programs; up to 16 rows
-are one tile of tensor cores, which has the weight as its left side. Other sizes use cuBLAS, unless
-the rows of the result are not aligned: for a vocabulary of 100,003, 24 rows take 710 µs with cuBLAS
-on an H200, and 155 with the kernel.
+of reading. A row of one token is a sum per output, computed by many small programs; up to 32 rows
+are one tile of tensor cores, which has the weight as its left side, and the inputs are divided into
+parts if there are few outputs. Some more rows use cuBLASLt, whose choice of a kernel is better for
+them, and others cuBLAS, unless the rows of the result are not aligned: for a vocabulary of 100,003,
+24 rows take 710 µs with cuBLAS on an H200, and 155 with the kernel.
 
 `BatchInvariantMatmul` uses one kernel for every number of rows. It adds along the input features in
 one order, without splitting them, so that a row of the result does not depend on other rows.
@@ -15,6 +16,8 @@ launch), and load weights until it has.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -26,8 +29,19 @@ from torch import Tensor
 from ranvier.launch import has_triton
 from ranvier.nn.matmul import PlainMatmul
 
-MAX_THIN_ROWS = 16
+MAX_THIN_ROWS = 32
 """Maximum number of rows of the kernels for few rows."""
+MAX_WIDE_ROWS = 16
+"""Maximum number of rows for which a weight with many outputs is multiplied in order."""
+WIDE_RATIO = 4
+"""Outputs per input from which on the inputs are not divided."""
+MAX_TILE_ROWS = 128
+"""Maximum number of rows of the kernel that divides the inputs into parts."""
+MIN_VOCAB_OUTPUTS = 2**16
+"""Outputs from which on this kernel is faster than cuBLAS for all of its numbers of rows."""
+MAX_LT_ROWS = 112
+"""Maximum number of rows that use cuBLASLt. On an H200 it took 0.85 to 1.01 of the time of cuBLAS
+for 40 to 112 rows and eight shapes of Llama models, and up to 1.08 for more rows."""
 ALIGNED_OUTPUTS = 8
 """cuBLAS is several times slower for few rows if rows of the result are not multiples of this."""
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
@@ -49,7 +63,9 @@ def _kernels() -> Any:
 def _can_use_kernels(x: Tensor, w: Tensor) -> bool:
     """Whether the kernels support these operands: rows are contiguous, and aligned to 16 bytes."""
     is_plain = w.stride(1) == 1 and x.is_contiguous() and x.dtype == w.dtype
-    return is_plain and x.dtype in KERNEL_DTYPES and w.stride(0) % 8 == 0 and x.shape[1] % 8 == 0
+    has_aligned_rows = w.stride(0) % 8 == 0 and x.shape[1] % 8 == 0
+    is_aligned = has_aligned_rows and (x.data_ptr() | w.data_ptr()) % 16 == 0
+    return is_plain and x.dtype in KERNEL_DTYPES and is_aligned
 
 
 def _thin_linear(x: Tensor, w: Tensor) -> Tensor:
@@ -61,12 +77,30 @@ def _thin_linear(x: Tensor, w: Tensor) -> Tensor:
     if num_rows == 1:
         y = _kernels().multiply_row(x, w)
         return y
-    # With fewer outputs there are too few programs to use the whole memory bandwidth.
-    is_thin = num_rows <= MAX_THIN_ROWS and num_outputs >= num_inputs
-    if is_thin or num_outputs % ALIGNED_OUTPUTS != 0:
+    is_wide = num_rows <= MAX_WIDE_ROWS and num_outputs >= WIDE_RATIO * num_inputs
+    is_unaligned = num_outputs % ALIGNED_OUTPUTS != 0
+    has_tile_rows = num_rows <= MAX_TILE_ROWS and (is_unaligned or num_outputs >= MIN_VOCAB_OUTPUTS)
+    if not is_wide and (num_rows <= MAX_THIN_ROWS or has_tile_rows):
+        y = _kernels().multiply_in_parts(x, w)
+        return y
+    if is_wide or is_unaligned:
         y = _kernels().multiply_in_order(x, w)
         return y
+    if num_rows <= MAX_LT_ROWS:
+        with _prefer_cublaslt():
+            return F.linear(x, w)
     return F.linear(x, w)
+
+
+@contextmanager
+def _prefer_cublaslt() -> Iterator[None]:
+    """Context in which torch calls cuBLASLt for matmuls, which is a setting of the process."""
+    preferred = torch.backends.cuda.preferred_blas_library()
+    torch.backends.cuda.preferred_blas_library("cublaslt")
+    try:
+        yield
+    finally:
+        torch.backends.cuda.preferred_blas_library(preferred)
 
 
 def _batch_invariant_linear(x: Tensor, w: Tensor) -> Tensor:
