@@ -18,12 +18,13 @@ contestants in it have passed; otherwise the reason is printed (`checked_ratio`)
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any, Protocol
 
 import torch
@@ -154,6 +155,10 @@ class TwinWeights(Mapping[str, Tensor]):
             # The output of a layer is as large as its input, so that every part of a model of any
             # width matters to the loss.
             x = x * shape[-1] ** -0.5
+            if ".lora_B" in name:
+                # Adapters as large as the weights would make attention so sharp that rounding to
+                # bf16 alone breaks the limits in a deep model.
+                x = 0.25 * x
         if self.config.experts:
             self._separate_experts(name, x, generator)
         return x if ".lora_" in name else x.to(self.dtype).float()
@@ -243,6 +248,17 @@ def parallel_gradients(parallel: ParallelModel, weights: TwinWeights) -> NamedTe
 # ---- what is compared ---------------------------------------------------------------------------
 
 
+@cache
+def _random_signs(rows: int, columns: int) -> tuple[Tensor, Tensor]:
+    """Returns 64 pairs of random signs of a matrix, 0 for -1; drawing them takes long."""
+    generator = torch.Generator().manual_seed(SEED)
+    u, v = (
+        torch.randint(2, (NUM_PROJECTIONS, size), generator=generator, dtype=torch.int8)
+        for size in (rows, columns)
+    )
+    return u, v
+
+
 @dataclass(frozen=True)
 class GradientSummary:
     """The norm of a gradient, and seeded projections that preserve inner products."""
@@ -257,12 +273,9 @@ class GradientSummary:
         E[(uᵀ A v)(uᵀ B v)] = ⟨A, B⟩. Gradients of one shape have the same signs.
         """
         matrix = grad.detach().float().reshape(-1, grad.shape[-1])
-        generator = torch.Generator().manual_seed(SEED)
-        u, v = (
-            torch.randint(2, (NUM_PROJECTIONS, size), generator=generator, dtype=torch.int8)
-            for size in matrix.shape
+        left, right = (
+            2.0 * signs.to(matrix.device) - 1.0 for signs in _random_signs(*matrix.shape)
         )
-        left, right = (2.0 * signs.to(matrix.device) - 1.0 for signs in (u, v))
         projections = ((left @ matrix) * right).sum(1)
         return cls(float(matrix.norm()), projections.double().cpu())
 
@@ -441,6 +454,8 @@ class Reference:
             twin = Twin(self.weights, self.batch, convert)
             self.records[key] = twin.record(rule)
             del twin
+            # Its blocks and layers refer to themselves.
+            gc.collect()
             if self.weights.device.type == "cuda":
                 torch.cuda.empty_cache()
         return self.records[key]
