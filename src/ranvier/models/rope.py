@@ -55,8 +55,7 @@ class RotaryEmbedding(nn.Module):
             beyond = (long > self.config.original_max_position).unsqueeze(-1)
             # `where` on the device, as a branch on the length would synchronize and break graphs.
             frequency = torch.where(beyond, far, frequency)  # (b, 1 or s, k/2)
-        # Integers are converted by the kernel of the product.
-        angle = positions.unsqueeze(-1) * frequency  # (b, s, k/2)
+        angle = positions.unsqueeze(-1).to(wide) * frequency  # (b, s, k/2)
         if dtype == torch.float64:
             angle = angle.double()
         cos = angle.cos()

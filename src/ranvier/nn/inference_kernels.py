@@ -9,7 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ranvier.nn.inference_matmul import MAX_THIN_ROWS, MAX_TILE_ROWS, has_dependent_launch
+from ranvier.nn.inference_matmul import (
+    MAX_SMALL_OUTPUTS,
+    MAX_SMALL_ROWS,
+    MAX_THIN_ROWS,
+    MAX_TILE_ROWS,
+    has_dependent_launch,
+)
 
 triton: Any = importlib.import_module("triton")
 tl: Any = importlib.import_module("triton.language")
@@ -258,14 +264,17 @@ class PartTile(NamedTuple):
     num_warps: int
 
     @classmethod
-    def choose(cls, num_rows: int) -> PartTile:
-        """Returns the tile of a number of rows.
+    def choose(cls, num_rows: int, num_outputs: int) -> PartTile:
+        """Returns the tile of a shape.
 
         On an H200 the first took at most 1.02 of the time of cuBLAS for each of 21 shapes of Llama
-        and Qwen models with 2 to 32 rows; the second 0.82 to 0.91 of it for a vocabulary of 128,256
-        and 64 or 112 rows.
+        and Qwen models with 2 to 32 rows, and 0.75 to 0.92 for 1,024 to 2,560 outputs and 64 rows;
+        the second 0.82 to 0.91 for a vocabulary of 128,256 and 64 or 112 rows.
         """
-        return cls(64, 128, 4, 4) if num_rows <= MAX_THIN_ROWS else cls(128, 64, 3, 8)
+        has_few_outputs = num_rows <= MAX_SMALL_ROWS and num_outputs <= MAX_SMALL_OUTPUTS
+        if num_rows <= MAX_THIN_ROWS or has_few_outputs:
+            return cls(64, 128, 4, 4)
+        return cls(128, 64, 3, 8)
 
 
 @cache
@@ -287,10 +296,13 @@ def multiply_in_parts(x: Tensor, w: Tensor, num_programs: int = 0) -> Tensor:
     if num_rows == 0:
         return y
     num_programs = num_programs or _num_multiprocessors(x.device.index)
-    tile = PartTile.choose(num_rows)
+    tile = PartTile.choose(num_rows, num_outputs)
     num_tiles = triton.cdiv(num_outputs, tile.block_n)
     num_steps = triton.cdiv(num_inputs, tile.block_k)
-    wanted_parts = min(max(round(num_programs / num_tiles), 1), MAX_INPUT_PARTS, num_steps)
+    # With more rows a multiprocessor has one program at a time, and more would be a second wave.
+    has_one_wave = num_rows > MAX_THIN_ROWS
+    wanted_parts = num_programs // num_tiles if has_one_wave else round(num_programs / num_tiles)
+    wanted_parts = min(max(wanted_parts, 1), MAX_INPUT_PARTS, num_steps)
     part_steps = triton.cdiv(num_steps, wanted_parts)
     num_parts = triton.cdiv(num_steps, part_steps)
     partial_y = y

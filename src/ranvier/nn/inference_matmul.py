@@ -3,9 +3,10 @@
 With few tokens a linear layer reads its weight once and computes little, so that its time is that
 of reading. A row of one token is a sum per output, computed by many small programs; up to 32 rows
 are one tile of tensor cores, which has the weight as its left side, and the inputs are divided into
-parts if there are few outputs. Some more rows use cuBLASLt, whose choice of a kernel is better for
-them, and others cuBLAS, unless the rows of the result are not aligned: for a vocabulary of 100,003,
-24 rows take 710 µs with cuBLAS on an H200, and 155 with the kernel.
+parts if there are few outputs. This kernel also multiplies with a few more rows if there are few
+outputs, or those of a vocabulary: for 100,003 outputs, whose rows are not aligned, 24 rows take
+710 µs with cuBLAS on an H200, and 150 with the kernel. The rest uses cuBLASLt for up to 112 rows,
+since it chooses faster kernels there, and cuBLAS for more.
 
 `BatchInvariantMatmul` uses one kernel for every number of rows. It adds along the input features in
 one order, without splitting them, so that a row of the result does not depend on other rows.
@@ -16,6 +17,7 @@ launch), and load weights until it has.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -39,9 +41,14 @@ MAX_TILE_ROWS = 128
 """Maximum number of rows of the kernel that divides the inputs into parts."""
 MIN_VOCAB_OUTPUTS = 2**16
 """Outputs from which on this kernel is faster than cuBLAS for all of its numbers of rows."""
+MAX_SMALL_ROWS = 64
+"""Maximum number of rows of this kernel for few outputs."""
+MAX_SMALL_OUTPUTS = 2560
+"""Maximum number of these outputs. With more, cuBLASLt has enough tiles."""
 MAX_LT_ROWS = 112
 """Maximum number of rows that use cuBLASLt. On an H200 it took 0.85 to 1.01 of the time of cuBLAS
-for 40 to 112 rows and eight shapes of Llama models, and up to 1.08 for more rows."""
+for 40 to 112 rows and shapes of Llama models with 3,072 or more outputs, but up to 1.08 for more
+rows, and 1.15 for 2,048 outputs."""
 ALIGNED_OUTPUTS = 8
 """cuBLAS is several times slower for few rows if rows of the result are not multiples of this."""
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
@@ -79,14 +86,15 @@ def _thin_linear(x: Tensor, w: Tensor) -> Tensor:
         return y
     is_wide = num_rows <= MAX_WIDE_ROWS and num_outputs >= WIDE_RATIO * num_inputs
     is_unaligned = num_outputs % ALIGNED_OUTPUTS != 0
-    has_tile_rows = num_rows <= MAX_TILE_ROWS and (is_unaligned or num_outputs >= MIN_VOCAB_OUTPUTS)
-    if not is_wide and (num_rows <= MAX_THIN_ROWS or has_tile_rows):
+    is_small = num_rows <= MAX_SMALL_ROWS and num_outputs <= MAX_SMALL_OUTPUTS
+    is_vocab = num_rows <= MAX_TILE_ROWS and (is_unaligned or num_outputs >= MIN_VOCAB_OUTPUTS)
+    if not is_wide and (num_rows <= MAX_THIN_ROWS or is_small or is_vocab):
         y = _kernels().multiply_in_parts(x, w)
         return y
     if is_wide or is_unaligned:
         y = _kernels().multiply_in_order(x, w)
         return y
-    if num_rows <= MAX_LT_ROWS:
+    if num_rows <= MAX_LT_ROWS and num_outputs > MAX_SMALL_OUTPUTS:
         with _prefer_cublaslt():
             return F.linear(x, w)
     return F.linear(x, w)
@@ -95,12 +103,35 @@ def _thin_linear(x: Tensor, w: Tensor) -> Tensor:
 @contextmanager
 def _prefer_cublaslt() -> Iterator[None]:
     """Context in which torch calls cuBLASLt for matmuls, which is a setting of the process."""
+    _consume_library_warning()
     preferred = torch.backends.cuda.preferred_blas_library()
     torch.backends.cuda.preferred_blas_library("cublaslt")
     try:
         yield
     finally:
         torch.backends.cuda.preferred_blas_library(preferred)
+
+
+class _SetCublasLt(torch.autograd.Function):
+    """Sets the library where warnings of C++ are those of Python; elsewhere they are printed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        torch.backends.cuda.preferred_blas_library("cublaslt")
+        return x
+
+
+@cache
+def _consume_library_warning() -> None:
+    """Ignores torch's only warning that this setting is experimental, which it is for speed alone.
+
+    Otherwise each server would print it.
+    """
+    preferred = torch.backends.cuda.preferred_blas_library()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _SetCublasLt.apply(torch.zeros(()))  # type: ignore[no-untyped-call]
+    torch.backends.cuda.preferred_blas_library(preferred)
 
 
 def _batch_invariant_linear(x: Tensor, w: Tensor) -> Tensor:
