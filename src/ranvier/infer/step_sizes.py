@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 DECODE_ROWS = (1, 2, 4, 8)
-"""Smallest numbers of sequences of decode steps; then multiples of 8 up to 128, and of 16 above."""
+"""Smallest numbers of sequences of decode steps; then multiples of 8 up to 64, and of 16 above."""
 MIXED_TOKENS = (64, 128, 256, 384, 512, 768, 1024)
 """Numbers of tokens of mixed steps; larger steps take longer on the device than on the host."""
 MIXED_ROWS = (64, 256, 1024)
@@ -37,7 +37,7 @@ class StepSizes:
 
     def decode_size(self, num_rows: int) -> GraphSize:
         """Returns the class of steps in which every sequence has one token, and samples one."""
-        multiple = 8 if num_rows <= 128 else 16
+        multiple = 8 if num_rows <= 64 else 16
         rounded = -(-num_rows // multiple) * multiple
         size = _round_up(num_rows, DECODE_ROWS) or rounded
         return GraphSize(size, size, True)

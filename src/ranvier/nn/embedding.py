@@ -105,26 +105,23 @@ class Embedding(ParallelLayer):
             return y
         return y.requires_grad_(torch.is_grad_enabled())
 
-    def _local_ids(self, ids: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-        """Returns indices into the local rows, and a mask of the ids that are local."""
+    def _local_ids(self, ids: Tensor, rows: int) -> tuple[Tensor, Tensor | None]:
+        """Returns indices into the local rows, and a mask of the ids that are local; None: all."""
+        if not self.has_split_rows:
+            return ids.clamp(0, rows - 1), None
         local = ids - self.first_row
-        if self.has_split_rows:
-            mine = (local >= 0) & (local < rows)
-        else:
-            mine = torch.ones_like(ids, dtype=torch.bool)
+        is_local = (local >= 0) & (local < rows)
         # Clamped, so that ids of other ranks stay in bounds; the mask removes their rows.
-        return local.clamp(0, rows - 1), mine
+        return local.clamp(0, rows - 1), is_local
 
     def _look_up_rows(self, weight: Tensor, ids: Tensor) -> Tensor:
-        local, mine = self._local_ids(ids, weight.shape[0])
+        local, is_local = self._local_ids(ids, weight.shape[0])
         y = F.embedding(local, weight)
         # As in torch, the padding row is read but gets no gradient.
         if self.padding_idx is not None:
             pad = (ids == self.padding_idx).unsqueeze(-1)
             y = torch.where(pad, y.detach(), y)
-        if self.has_split_rows:
-            return y * mine.unsqueeze(-1)
-        return y
+        return y if is_local is None else y * is_local.unsqueeze(-1)
 
     @property
     def cost_model(self) -> EmbeddingCost:
@@ -155,11 +152,11 @@ class _EmbeddingFunction(torch.autograd.Function):
             dy = collectives.all_gather(dy, leaf.axis, 1).wait()  # (b, s, d/col)
             if weight.trainable:
                 rows = weight.sharding.unsharded_shape[0]
-                local, mine = leaf._local_ids(ids, rows)
+                local, is_local = leaf._local_ids(ids, rows)
+                if is_local is not None:
+                    dy = dy * is_local.unsqueeze(-1)
                 if leaf.padding_idx is not None:
-                    mine = mine & (ids != leaf.padding_idx)
-                if leaf.has_split_rows or leaf.padding_idx is not None:
-                    dy = dy * mine.unsqueeze(-1)
+                    dy = dy * (ids != leaf.padding_idx).unsqueeze(-1)
                 weight.accumulate_grad(
                     _sum_row_grads(dy, local, rows, leaf.site.bucket_scheduler.reduce_dtype)
                 )

@@ -118,6 +118,9 @@ class LMHead(Linear):
         """
         axis = self.site.axis("context")
         if axis.size == 1 or self.site.step_context.context_splits == "none":
+            if len(x) == 1:
+                # The tokens of a step of the engine. The other kernel takes four times as long.
+                return x.index_select(1, numbers[0])
             return x.take_along_dim(numbers.unsqueeze(-1), 1)
         # One rank has the token, and the others add zeros.
         local = (numbers - axis.index * x.shape[1]).unsqueeze(-1)
