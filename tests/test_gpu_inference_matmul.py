@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 
@@ -63,8 +65,27 @@ def test_a_weight_that_is_not_aligned() -> None:
     assert float((ThinMatmul().forward(x, w).double() - expected).abs().max()) < 0.3
 
 
-def test_the_library_of_the_process_stays() -> None:
+def test_the_library_of_the_process_stays(capfd: pytest.CaptureFixture[str]) -> None:
     preferred = torch.backends.cuda.preferred_blas_library()
-    x, w = (torch.randn(n, 128, device="cuda", dtype=torch.bfloat16) for n in (48, 64))
-    ThinMatmul().forward(x, w)
+    x, w = (torch.randn(n, 128, device="cuda", dtype=torch.bfloat16) for n in (48, 4096))
+    libraries = []
+    linear = torch.nn.functional.linear
+
+    def record_library(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        libraries.append(torch.backends.cuda.preferred_blas_library())
+        return linear(x, w)
+
+    with mock.patch.object(torch.nn.functional, "linear", record_library):
+        ThinMatmul().forward(x, w)
+    assert libraries == [torch._C._BlasBackend.Cublaslt]
     assert torch.backends.cuda.preferred_blas_library() == preferred
+    assert capfd.readouterr().err == "", "torch says that the setting is experimental"
+
+
+def test_nothing_to_compute() -> None:
+    for num_rows, num_outputs in ((0, 64), (5, 0), (40, 0)):
+        x, w = (
+            torch.randn(n, 128, device="cuda", dtype=torch.bfloat16)
+            for n in (num_rows, num_outputs)
+        )
+        assert ThinMatmul().forward(x, w).shape == (num_rows, num_outputs)

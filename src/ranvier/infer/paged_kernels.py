@@ -26,7 +26,6 @@ instead of ranges, so that the order of additions depends on nothing but its pos
 
 from __future__ import annotations
 
-import functools
 import importlib
 from dataclasses import dataclass, replace
 from typing import Any
@@ -35,6 +34,7 @@ import torch
 from torch import Tensor
 
 from ranvier.models.paged_attention import MAX_PARTS, KVCache, PagedSequences, num_split_counters
+from ranvier.nn.inference_kernels import RESERVED_BYTES, device_limits
 from ranvier.nn.inference_matmul import has_dependent_launch
 
 TensorDescriptor: Any = importlib.import_module("triton.tools.tensor_descriptor").TensorDescriptor
@@ -76,8 +76,6 @@ MAX_REGISTERS = 255
 """Registers of a thread of the decode kernel: with `choose_decode_tiling` a multiprocessor has at
 most eight warps, which all fit. Without this the assembler may use fewer, for programs that do not
 fit anyway."""
-RESERVED_BYTES = 1024
-"""Bytes of shared memory that a device reserves for each program."""
 MIN_ALIGNED = 0.9
 """Minimum fraction of all programs whose number is a multiple of the number of heads."""
 MIN_SEQUENCES_AT_ONCE = 32
@@ -812,15 +810,6 @@ class DecodeTiling:
     """One more than the tiles of a program that are in flight."""
 
 
-@functools.cache
-def _device_limits(device: int | None) -> tuple[int, int]:
-    """Returns the number of multiprocessors, and the bytes of shared memory of a program."""
-    if device is None:  # Triton's interpreter, on a CPU.
-        return 2, 2**18
-    properties = triton.runtime.driver.active.utils.get_device_properties(device)
-    return properties["multiprocessor_count"], properties["max_shared_mem"]
-
-
 def align_programs(num_programs: int, num_heads: int) -> int:
     """Returns a multiple of the number of heads if most of the programs remain, else all programs.
 
@@ -939,7 +928,7 @@ def decode_attention(
         return torch.cat(results)
     kv_heads = cache.keys.shape[1]
     group = num_heads // kv_heads
-    num_multiprocessors, shared_memory = _device_limits(q.device.index)
+    num_multiprocessors, shared_memory = device_limits(q.device.index)
     num_pairs = num_sequences * kv_heads
     if tiling is None:
         tiling = choose_decode_tiling(head_dim, q.element_size(), shared_memory)

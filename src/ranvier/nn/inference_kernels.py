@@ -26,8 +26,20 @@ ROW_BLOCK_N = 2
 than the best choice for each of ten shapes of Llama models on an H200."""
 ROW_BLOCK_K = 1024
 MAX_INPUT_PARTS = 16
+"""Maximum number of parts of the inputs; more would write more partial results than weights."""
 ADD_BLOCK = 512
 """Outputs whose parts one program adds."""
+RESERVED_BYTES = 1024
+"""Bytes of shared memory that a device reserves for each program."""
+
+
+@cache
+def device_limits(device: int | None) -> tuple[int, int]:
+    """Returns the number of multiprocessors, and the bytes of shared memory of a program."""
+    if device is None:  # Triton's interpreter, on a CPU.
+        return 2, 2**18
+    properties = triton.runtime.driver.active.utils.get_device_properties(device)
+    return properties["multiprocessor_count"], properties["max_shared_mem"]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -268,8 +280,7 @@ class PartTile(NamedTuple):
         """Returns the tile of a shape.
 
         On an H200 the first took at most 1.02 of the time of cuBLAS for each of 21 shapes of Llama
-        and Qwen models with 2 to 32 rows, and 0.75 to 0.92 for 1,024 to 2,560 outputs and 64 rows;
-        the second 0.82 to 0.91 for a vocabulary of 128,256 and 64 or 112 rows.
+        and Qwen models with 2 to 32 rows.
         """
         has_few_outputs = num_rows <= MAX_SMALL_ROWS and num_outputs <= MAX_SMALL_OUTPUTS
         if num_rows <= MAX_THIN_ROWS or has_few_outputs:
@@ -277,31 +288,26 @@ class PartTile(NamedTuple):
         return cls(128, 64, 3, 8)
 
 
-@cache
-def _num_multiprocessors(device: int | None) -> int:
-    count: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return count
-
-
-def multiply_in_parts(x: Tensor, w: Tensor, num_programs: int = 0) -> Tensor:
+def multiply_in_parts(x: Tensor, w: Tensor) -> Tensor:
     """Returns x Wᵀ for at most 128 rows, `[t, i]`; w: `[o, i]`; both 16 bits, with aligned rows.
 
-    Few rows have few tiles of outputs. The inputs are divided into parts, so that there are about
-    `num_programs` programs, by default one per multiprocessor; their results are added in order.
+    Few rows have few tiles of outputs. The inputs are divided into parts for about one program per
+    multiprocessor, whose results are added in order.
     """
     num_rows, num_inputs = x.shape
     num_outputs = w.shape[0]
     assert num_rows <= MAX_TILE_ROWS, num_rows
     y = x.new_empty(num_rows, num_outputs)
-    if num_rows == 0:
+    if y.numel() == 0:
         return y
-    num_programs = num_programs or _num_multiprocessors(x.device.index)
     tile = PartTile.choose(num_rows, num_outputs)
     num_tiles = triton.cdiv(num_outputs, tile.block_n)
     num_steps = triton.cdiv(num_inputs, tile.block_k)
-    # With more rows a multiprocessor has one program at a time, and more would be a second wave.
-    has_one_wave = num_rows > MAX_THIN_ROWS
-    wanted_parts = num_programs // num_tiles if has_one_wave else round(num_programs / num_tiles)
+    num_multiprocessors, shared_memory = device_limits(x.device.index)
+    wanted_parts = round(num_multiprocessors / num_tiles)
+    if num_rows > MAX_THIN_ROWS:
+        # With 64 rows a multiprocessor has one program at a time; more would be a second wave.
+        wanted_parts = num_multiprocessors // num_tiles
     wanted_parts = min(max(wanted_parts, 1), MAX_INPUT_PARTS, num_steps)
     part_steps = triton.cdiv(num_steps, wanted_parts)
     num_parts = triton.cdiv(num_steps, part_steps)
@@ -309,6 +315,8 @@ def multiply_in_parts(x: Tensor, w: Tensor, num_programs: int = 0) -> Tensor:
     if num_parts > 1:
         partial_y = x.new_empty(num_parts, num_rows, num_outputs, dtype=torch.float32)
     block_m = max(16, triton.next_power_of_2(num_rows))
+    stage_bytes = (block_m + tile.block_n) * tile.block_k * x.element_size()
+    num_stages = min(tile.num_stages, (shared_memory - RESERVED_BYTES) // stage_bytes)
     is_dependent = has_dependent_launch(x.device.index)
     _part_kernel[(num_tiles, num_parts)](
         TensorDescriptor(x, [*x.shape], [*x.stride()], [block_m, tile.block_k]),
@@ -321,7 +329,7 @@ def multiply_in_parts(x: Tensor, w: Tensor, num_programs: int = 0) -> Tensor:
         BLOCK_M=block_m,
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
-        STAGES=tile.num_stages,
+        STAGES=num_stages,
         IS_DEPENDENT=is_dependent,
         num_warps=tile.num_warps,
         launch_pdl=is_dependent,

@@ -1,18 +1,26 @@
 """Matmuls of inference: few rows, read at the speed of memory, or equal bits in every batch.
 
 With few tokens a linear layer reads its weight once and computes little, so that its time is that
-of reading. A row of one token is a sum per output, computed by many small programs; up to 32 rows
-are one tile of tensor cores, which has the weight as its left side, and the inputs are divided into
-parts if there are few outputs. This kernel also multiplies with a few more rows if there are few
-outputs, or those of a vocabulary: for 100,003 outputs, whose rows are not aligned, 24 rows take
-710 µs with cuBLAS on an H200, and 150 with the kernel. The rest uses cuBLASLt for up to 112 rows,
-since it chooses faster kernels there, and cuBLAS for more.
+of reading. `ThinMatmul` chooses the kernel that was the fastest on an H200:
+
+    rows     outputs                        kernel
+    1        any                            a sum per output, by many small programs
+    2-16     at least four per input        tiles of tensor cores, with the weight as left side
+    2-32     others                         the same, with the inputs divided into parts
+    33-64    at most 2,560                  in parts
+    33-128   a vocabulary, or not aligned   in parts
+    33-112   others above 2,560             cuBLASLt
+    more     not aligned                    tiles of tensor cores
+    more     aligned                        cuBLAS
+
+Outputs are aligned if their number is a multiple of 8: for a vocabulary of 100,003, 24 rows take
+710 µs with cuBLAS, and 150 in parts. Before Hopper, tiles are not divided into parts.
 
 `BatchInvariantMatmul` uses one kernel for every number of rows. It adds along the input features in
 one order, without splitting them, so that a row of the result does not depend on other rows.
 
 The kernels are launched before the kernel in front of them has ended (programmatic dependent
-launch), and load weights until it has.
+launch), and that for one row loads weights until it has.
 """
 
 from __future__ import annotations
@@ -32,23 +40,24 @@ from ranvier.launch import has_triton
 from ranvier.nn.matmul import PlainMatmul
 
 MAX_THIN_ROWS = 32
-"""Maximum number of rows of the kernels for few rows."""
-MAX_WIDE_ROWS = 16
-"""Maximum number of rows for which a weight with many outputs is multiplied in order."""
-WIDE_RATIO = 4
-"""Outputs per input from which on the inputs are not divided."""
-MAX_TILE_ROWS = 128
-"""Maximum number of rows of the kernel that divides the inputs into parts."""
-MIN_VOCAB_OUTPUTS = 2**16
-"""Outputs from which on this kernel is faster than cuBLAS for all of its numbers of rows."""
+"""Maximum number of rows that are multiplied in parts whatever the number of outputs."""
 MAX_SMALL_ROWS = 64
-"""Maximum number of rows of this kernel for few outputs."""
+"""Maximum number of rows that are multiplied in parts with few outputs."""
 MAX_SMALL_OUTPUTS = 2560
-"""Maximum number of these outputs. With more, cuBLASLt has enough tiles."""
+"""Maximum number of these outputs."""
+MAX_TILE_ROWS = 128
+"""Maximum number of rows of `multiply_in_parts`."""
+MIN_VOCAB_OUTPUTS = 2**16
+"""Minimum number of outputs of a vocabulary. With 128,256 outputs and 64 or 112 rows, it takes 0.82
+to 0.91 of the time of cuBLAS to multiply in parts."""
+MAX_WIDE_ROWS = 16
+"""Maximum number of rows for which a weight with many outputs is not divided into parts."""
+WIDE_RATIO = 4
+"""Outputs per input of such a weight."""
 MAX_LT_ROWS = 112
-"""Maximum number of rows that use cuBLASLt. On an H200 it took 0.85 to 1.01 of the time of cuBLAS
-for 40 to 112 rows and shapes of Llama models with 3,072 or more outputs, but up to 1.08 for more
-rows, and 1.15 for 2,048 outputs."""
+"""Maximum number of rows that use cuBLASLt. It takes 0.85 to 1.01 of the time of cuBLAS for 40 to
+112 rows and shapes of Llama models with 3,072 or more outputs, but up to 1.08 for more rows, and
+1.15 for 2,048 outputs."""
 ALIGNED_OUTPUTS = 8
 """cuBLAS is several times slower for few rows if rows of the result are not multiples of this."""
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
@@ -70,9 +79,13 @@ def _kernels() -> Any:
 def _can_use_kernels(x: Tensor, w: Tensor) -> bool:
     """Whether the kernels support these operands: rows are contiguous, and aligned to 16 bytes."""
     is_plain = w.stride(1) == 1 and x.is_contiguous() and x.dtype == w.dtype
-    has_aligned_rows = w.stride(0) % 8 == 0 and x.shape[1] % 8 == 0
-    is_aligned = has_aligned_rows and (x.data_ptr() | w.data_ptr()) % 16 == 0
-    return is_plain and x.dtype in KERNEL_DTYPES and is_aligned
+    return is_plain and x.dtype in KERNEL_DTYPES and w.stride(0) % 8 == 0 and x.shape[1] % 8 == 0
+
+
+def _can_load_tiles(x: Tensor, w: Tensor) -> bool:
+    """Whether a device loads tiles of these operands itself (TMA, Hopper or newer)."""
+    is_aligned = (x.data_ptr() | w.data_ptr()) % 16 == 0
+    return is_aligned and has_dependent_launch(x.device.index)
 
 
 def _thin_linear(x: Tensor, w: Tensor) -> Tensor:
@@ -84,25 +97,40 @@ def _thin_linear(x: Tensor, w: Tensor) -> Tensor:
     if num_rows == 1:
         y = _kernels().multiply_row(x, w)
         return y
-    is_wide = num_rows <= MAX_WIDE_ROWS and num_outputs >= WIDE_RATIO * num_inputs
-    is_unaligned = num_outputs % ALIGNED_OUTPUTS != 0
-    is_small = num_rows <= MAX_SMALL_ROWS and num_outputs <= MAX_SMALL_OUTPUTS
-    is_vocab = num_rows <= MAX_TILE_ROWS and (is_unaligned or num_outputs >= MIN_VOCAB_OUTPUTS)
-    if not is_wide and (num_rows <= MAX_THIN_ROWS or is_small or is_vocab):
-        y = _kernels().multiply_in_parts(x, w)
-        return y
-    if is_wide or is_unaligned:
+    is_aligned = num_outputs % ALIGNED_OUTPUTS == 0
+    can_divide = _can_load_tiles(x, w)
+    # Without parts, fewer outputs have too few programs to use the whole memory bandwidth.
+    wide_outputs = WIDE_RATIO * num_inputs if can_divide else num_inputs
+    if num_rows <= MAX_WIDE_ROWS and num_outputs >= wide_outputs:
         y = _kernels().multiply_in_order(x, w)
         return y
-    if num_rows <= MAX_LT_ROWS and num_outputs > MAX_SMALL_OUTPUTS:
+    if can_divide and _is_faster_in_parts(num_rows, num_outputs, is_aligned):
+        y = _kernels().multiply_in_parts(x, w)
+        return y
+    if not is_aligned:
+        y = _kernels().multiply_in_order(x, w)
+        return y
+    if can_divide and num_rows <= MAX_LT_ROWS and num_outputs > MAX_SMALL_OUTPUTS:
         with _prefer_cublaslt():
             return F.linear(x, w)
     return F.linear(x, w)
 
 
+def _is_faster_in_parts(num_rows: int, num_outputs: int, is_aligned: bool) -> bool:
+    if num_rows <= MAX_THIN_ROWS:
+        return True
+    if num_outputs <= MAX_SMALL_OUTPUTS and num_rows <= MAX_SMALL_ROWS:
+        return True
+    is_vocab = num_outputs >= MIN_VOCAB_OUTPUTS or not is_aligned
+    return is_vocab and num_rows <= MAX_TILE_ROWS
+
+
 @contextmanager
 def _prefer_cublaslt() -> Iterator[None]:
-    """Context in which torch calls cuBLASLt for matmuls, which is a setting of the process."""
+    """Context in which torch calls cuBLASLt for matmuls.
+
+    It is a setting of the process: one thread at a time may use it, as the thread of an engine.
+    """
     _consume_library_warning()
     preferred = torch.backends.cuda.preferred_blas_library()
     torch.backends.cuda.preferred_blas_library("cublaslt")
@@ -113,7 +141,7 @@ def _prefer_cublaslt() -> Iterator[None]:
 
 
 class _SetCublasLt(torch.autograd.Function):
-    """Sets the library where warnings of C++ are those of Python; elsewhere they are printed."""
+    """Sets the library. Warnings of C++ are those of Python in here, and can be ignored."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -123,9 +151,9 @@ class _SetCublasLt(torch.autograd.Function):
 
 @cache
 def _consume_library_warning() -> None:
-    """Ignores torch's only warning that this setting is experimental, which it is for speed alone.
+    """Ignores the one warning of torch that this setting is experimental.
 
-    Otherwise each server would print it.
+    It would be in the log of each server, and the results are those of any other kernel.
     """
     preferred = torch.backends.cuda.preferred_blas_library()
     with warnings.catch_warnings():
