@@ -23,6 +23,7 @@ import argparse
 import contextlib
 import csv
 import datetime
+import importlib.util
 import json
 import os
 import queue
@@ -52,6 +53,8 @@ COLUMNS = (
 NUM_WORKERS = 5
 START_LIMIT = 120.0
 """Seconds in which a worker has imported everything."""
+NEEDED_PACKAGES = ("tyro", "rich", "uvicorn", "starlette", "prometheus_client")
+"""Packages of the commands that parts start, which fail one by one without them."""
 LOG_LINES = 25
 """Lines of a worker's output that are printed after a failure."""
 
@@ -230,8 +233,17 @@ class Worker:
 
 
 def python_path() -> str:
-    """Returns where workers look for `ranvier`: first in the PYTHONPATH of the user."""
-    return os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT / "src")]))
+    """Returns where workers look for `ranvier`: first in the PYTHONPATH of the user.
+
+    Parts start commands in other directories, where relative entries would be lost.
+    """
+    entries = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    return os.pathsep.join([*map(os.path.abspath, entries), str(ROOT / "src")])
+
+
+def missing_packages() -> list[str]:
+    """Returns the packages that the check needs and this environment lacks."""
+    return [name for name in NEEDED_PACKAGES if importlib.util.find_spec(name) is None]
 
 
 def descendants(pid: int) -> list[int]:
@@ -502,6 +514,12 @@ def main(words: Sequence[str] | None = None) -> int:
     if options.list:
         command = [sys.executable, str(WORKER_PROGRAM), "--list"]
         return subprocess.call(command, env={**os.environ, "PYTHONPATH": python_path()})
+    if missing := missing_packages():
+        print(
+            f"{', '.join(missing)}: not installed. The check starts `ranvier train` and "
+            "`ranvier serve`, which need them; nothing was run. Install: pip install -e '.[serve]'"
+        )
+        return 64
     # As Ctrl-C: `timeout` and job schedulers end a command with this signal.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:

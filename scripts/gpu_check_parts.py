@@ -1061,7 +1061,10 @@ def serving(check: Check, command: Sequence[str]) -> Iterator[str]:
         deadline = time.monotonic() + check.patience
         while "Ready:" not in (text := log.read_text()):
             if process.poll() is not None:
-                raise RuntimeError(f"the server ended with exit status {process.returncode}")
+                last_line = text.strip().rpartition("\n")[2]
+                raise RuntimeError(
+                    f"the server ended with exit status {process.returncode}: {last_line}"
+                )
             if time.monotonic() > deadline:
                 raise TimeoutError(f"the server was not ready after {check.patience:.0f} s")
             time.sleep(0.05)

@@ -182,6 +182,22 @@ def test_the_exit_status_is_that_of_the_parts(
     assert table.is_file() == (only == "")
 
 
+def test_missing_packages_are_one_line_before_anything_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu_check, "NEEDED_PACKAGES", ("torch", "no_such_package"))
+    monkeypatch.setattr(gpu_check, "check", lambda *_: pytest.fail("parts were run"))
+    assert gpu_check.main(["--device", "cpu"]) == 64
+    assert capsys.readouterr().out.startswith("no_such_package: not installed.")
+
+
+def test_relative_paths_hold_in_other_directories(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["src", "/opt/site"]))
+    assert gpu_check.python_path() == os.pathsep.join(
+        [os.path.abspath("src"), "/opt/site", str(ROOT / "src")]
+    )
+
+
 def run_part(name: str) -> dict[str, Any]:
     return gpu_check_parts.run_part(name, "cpu")
 

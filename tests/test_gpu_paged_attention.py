@@ -100,6 +100,18 @@ def test_kernels_equal_plain_attention(
         assert torch.equal(copies.keys[1:], cache.keys[1:])
 
 
+def test_partial_results_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batch-invariant steps of many tokens are several calls of the kernel, with the same bits."""
+    from ranvier.infer import paged_kernels
+
+    chunks = [(1, 3), (40, 90), (30, 200), (1, 150)]
+    (q, _, _), cache, many = make_step((32, 8, 128), chunks, 64, torch.bfloat16)
+    where = (cache, many.block_table, many.token_rows, many.token_lens)
+    expected = paged_kernels.decode_attention(q, *where, num_splits=4)
+    monkeypatch.setattr(paged_kernels, "MAX_PARTIAL_ELEMENTS", 4 * 32 * 128 * 25)
+    assert torch.equal(paged_kernels.decode_attention(q, *where, num_splits=4), expected)
+
+
 @pytest.mark.parametrize("num_splits", [1, 2, 16])
 def test_a_sequence_does_not_depend_on_its_neighbors(num_splits: int) -> None:
     from ranvier.infer.paged_kernels import decode_attention
