@@ -123,7 +123,12 @@ def count_graphs() -> int:
 
 @pytest.mark.full
 def test_many_engines_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither engines of one model, nor variants of its blocks, add to one limit of dynamo."""
+    """Neither engines of one model, nor variants of its blocks, add to one limit of dynamo.
+
+    The sizes of caches are constants of a graph, and differ between engines. When all engines and
+    variants of a model had one code object, only the first engine had dynamic numbers of tokens:
+    each later one added a graph for each class of steps, until the fourth reached the limit of 64.
+    """
     monkeypatch.setattr("ranvier.nn.compile.RECOMPILE_LIMIT", 8)
     want, _ = serve(build(compiled=False), cuda_graphs="off")
     params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
