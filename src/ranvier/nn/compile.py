@@ -134,13 +134,10 @@ class CompiledBlocks:
         if is_inference and self.backend == "inductor":
             from torch._inductor import config
 
-            # Kernels of a step are short. What does not depend on each other, such as the rotations
-            # of queries and keys, is one kernel.
-            options = {"combo_kernels": True}
-            # Kernels start before their predecessor has ended, if the device can do that, and wait
-            # for it before they read what it writes.
+            # Kernels of a step are short: they start before their predecessor has ended, if the
+            # device can do that, and wait for it before they read what it writes.
             if hasattr(config.triton, "enable_pdl"):
-                options["triton.enable_pdl"] = True
+                options = {"triton.enable_pdl": True}
         compiled = torch.compile(
             own, fullgraph=True, dynamic=False, backend=self.backend, options=options
         )
