@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from ranvier.nn.inference_matmul import (
-    MAX_SMALL_OUTPUTS,
-    MAX_SMALL_ROWS,
     MAX_THIN_ROWS,
     MAX_TILE_ROWS,
     has_dependent_launch,
+    uses_thin_tile,
 )
 
 triton: Any = importlib.import_module("triton")
@@ -26,7 +25,7 @@ ROW_BLOCK_N = 2
 than the best choice for each of ten shapes of Llama models on an H200."""
 ROW_BLOCK_K = 1024
 MAX_INPUT_PARTS = 16
-"""Maximum number of parts of the inputs; more would write more partial results than weights."""
+"""Maximum number of parts of the inputs, whose results are written and read again."""
 ADD_BLOCK = 512
 """Outputs whose parts one program adds."""
 RESERVED_BYTES = 1024
@@ -279,13 +278,10 @@ class PartTile(NamedTuple):
     def choose(cls, num_rows: int, num_outputs: int) -> PartTile:
         """Returns the tile of a shape.
 
-        On an H200 the first took at most 1.02 of the time of cuBLAS for each of 21 shapes of Llama
+        On an H200 the first took at most 1.02 of the time of cuBLAS for each of 22 shapes of Llama
         and Qwen models with 2 to 32 rows.
         """
-        has_few_outputs = num_rows <= MAX_SMALL_ROWS and num_outputs <= MAX_SMALL_OUTPUTS
-        if num_rows <= MAX_THIN_ROWS or has_few_outputs:
-            return cls(64, 128, 4, 4)
-        return cls(128, 64, 3, 8)
+        return cls(64, 128, 4, 4) if uses_thin_tile(num_rows, num_outputs) else cls(128, 64, 3, 8)
 
 
 def multiply_in_parts(x: Tensor, w: Tensor) -> Tensor:

@@ -55,9 +55,9 @@ MAX_WIDE_ROWS = 16
 WIDE_RATIO = 4
 """Outputs per input of such a weight."""
 MAX_LT_ROWS = 112
-"""Maximum number of rows that use cuBLASLt. It takes 0.85 to 1.01 of the time of cuBLAS for 40 to
-112 rows and shapes of Llama models with 3,072 or more outputs, but up to 1.08 for more rows, and
-1.15 for 2,048 outputs."""
+"""Maximum number of rows that use cuBLASLt. It takes 0.82 to 1.02 of the time of cuBLAS for 40 to
+112 rows and shapes of Llama models with 3,072 or more outputs, but up to 1.09 for more rows, and
+1.17 for 2,048 outputs."""
 ALIGNED_OUTPUTS = 8
 """cuBLAS is several times slower for few rows if rows of the result are not multiples of this."""
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
@@ -104,7 +104,9 @@ def _thin_linear(x: Tensor, w: Tensor) -> Tensor:
     if num_rows <= MAX_WIDE_ROWS and num_outputs >= wide_outputs:
         y = _kernels().multiply_in_order(x, w)
         return y
-    if can_divide and _is_faster_in_parts(num_rows, num_outputs, is_aligned):
+    is_vocab = num_outputs >= MIN_VOCAB_OUTPUTS or not is_aligned
+    has_vocab_tile = is_vocab and num_rows <= MAX_TILE_ROWS
+    if can_divide and (uses_thin_tile(num_rows, num_outputs) or has_vocab_tile):
         y = _kernels().multiply_in_parts(x, w)
         return y
     if not is_aligned:
@@ -116,13 +118,10 @@ def _thin_linear(x: Tensor, w: Tensor) -> Tensor:
     return F.linear(x, w)
 
 
-def _is_faster_in_parts(num_rows: int, num_outputs: int, is_aligned: bool) -> bool:
-    if num_rows <= MAX_THIN_ROWS:
-        return True
-    if num_outputs <= MAX_SMALL_OUTPUTS and num_rows <= MAX_SMALL_ROWS:
-        return True
-    is_vocab = num_outputs >= MIN_VOCAB_OUTPUTS or not is_aligned
-    return is_vocab and num_rows <= MAX_TILE_ROWS
+def uses_thin_tile(num_rows: int, num_outputs: int) -> bool:
+    """Whether the tile for few rows is the fastest, whatever the outputs are."""
+    has_few_outputs = num_rows <= MAX_SMALL_ROWS and num_outputs <= MAX_SMALL_OUTPUTS
+    return num_rows <= MAX_THIN_ROWS or has_few_outputs
 
 
 @contextmanager
