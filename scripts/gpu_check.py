@@ -514,7 +514,8 @@ def main(words: Sequence[str] | None = None) -> int:
     if options.list:
         command = [sys.executable, str(WORKER_PROGRAM), "--list"]
         return subprocess.call(command, env={**os.environ, "PYTHONPATH": python_path()})
-    if missing := missing_packages():
+    # A part that needs none of them runs without them.
+    if not options.only and (missing := missing_packages()):
         print(
             f"{', '.join(missing)}: not installed. The check starts `ranvier train` and "
             "`ranvier serve`, which need them; nothing was run. Install: pip install -e '.[serve]'"
