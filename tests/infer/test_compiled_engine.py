@@ -127,7 +127,7 @@ def test_many_engines_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
     The sizes of caches are constants of a graph, and differ between engines. When all engines and
     variants of a model had one code object, only the first engine had dynamic numbers of tokens:
-    each later one added a graph for each class of steps, until the fourth reached the limit of 64.
+    each later one added a graph for each class of steps, until the limit of 64 was reached.
     """
     monkeypatch.setattr("ranvier.nn.compile.RECOMPILE_LIMIT", 8)
     want, _ = serve(build(compiled=False), cuda_graphs="off")
